@@ -1,0 +1,111 @@
+// The contract between the expert operator and the kernels of every instruction set.
+// Plain C types and intrinsics only: translation units that are compiled for an instruction set include
+// this header, so it must define no function and no object with external linkage.
+#pragma once
+
+#include <stdint.h>
+
+namespace hetero {
+
+// Weights are packed in blocks of 16 output rows. Inside a block, `step` bytes of 64 hold, for each of the
+// 16 rows in turn, 4 consecutive bytes of the row's k axis (the order of vpdpbusd and of AMX B tiles):
+//   f32   16 rows x 1 value            a step is 1 k
+//   bf16  16 rows x 2 values           a step is 2 k
+//   int8  16 rows x 4 codes            a step is 4 k; code = value + 128, so codes are unsigned
+//   int4  16 rows x 4 bytes            a step is 8 k; byte j holds k0+j in the low nibble, k0+4+j in the high
+// The codes of the whole block come first (k_pad / k_per_step steps), then fp16 scales [k_pad/group][16],
+// then, for int4 asymmetric, fp16 minima [k_pad/group][16].
+// A value is (code - zero) * scale with zero 128 (int8) or 8 (int4), or code * scale + minimum (int4a).
+// Codes beyond k or n decode to zero (int4a: scale and minimum zero beyond n; beyond k the activations are 0).
+enum Format : int32_t { kF32 = 0, kBf16 = 1, kInt8 = 2, kInt4 = 3, kInt4a = 4, kFormats = 5 };
+
+enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3, kIsas = 4 };
+
+constexpr int kBlockRows = 16;   // output rows of a packed block
+constexpr int kActGroup = 32;    // activations share one scale per 32 values
+constexpr int kExactRows = 16;   // up to this many rows of a step, every ISA gives the same bits
+
+// A packed matrix of n rows (outputs) and k columns (inputs). k_pad: k rounded up to a multiple of
+// max(group, 32). All offsets in bytes from the start of a block; block_bytes is a multiple of 64.
+struct Layout {
+  int32_t format;
+  int32_t group;  // 32, 64 or 128; 0 for f32 and bf16
+  int64_t n, k, n_pad, k_pad;
+  int64_t block_bytes;
+  int64_t scale_offset, min_offset;
+};
+
+// Rows of activations, contiguous: row m starts at m * k_pad.
+//   q      int8 codes in [-127, 127], zero beyond k
+//   scale  one float per 32 values, [rows][k_pad / 32]; NaN where the group holds a non-finite value
+//   sum    sum of the codes of each group of 32, same shape
+//   f32    the values themselves, zero beyond k (formats f32 and bf16)
+// Only what the format needs is set: q, scale, sum for int8 / int4 / int4a; f32 for f32 and bf16.
+struct Rows {
+  const int8_t* q;
+  const float* scale;
+  const int32_t* sum;
+  const float* f32;
+  int64_t rows;
+};
+
+// y[m * ldy + 16 * b + r] = dot of row m with output row r of block b, for `blocks` consecutive blocks
+// starting at w. Every element of the rows x (16 * blocks) rectangle is written, none is read.
+// Definition; the exact classes of every ISA give these bits:
+//   quantised: acc = 0; for g = 0 .. k_pad/32-1 ascending, with s = scale_w(row, g) * scale_a(m, g) in f32:
+//                acc = fma((float)(int32 dot of group g, zero point subtracted), s, acc)
+//              int4a: acc = fma((float)(int32 dot of raw codes), s, acc), then
+//                     acc = fma((float)sum_a(m, g), min_w(row, g) * scale_a(m, g), acc)
+//   f32, bf16: even k and odd k are accumulated apart by fma in ascending order; y = even + odd
+// scratch: kScratchBytes per calling thread, 64-byte aligned, contents undefined.
+typedef void (*GemmFn)(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y,
+                       int64_t ldy, void* scratch);
+constexpr int64_t kScratchBytes = 1 << 18;
+
+// Activation of an expert. gate and up are the two projections (up alone where has_gate is 0: then
+// h = act(up)).
+//   g = min(gate, gate_max); u = clamp(up, -up_limit, up_limit)   (infinite where there is no limit)
+//   h = min(act(g), act_max) * (u + up_offset)
+enum ActKind : int32_t {
+  kSilu = 0,      // g * sigmoid(alpha * g)
+  kGelu = 1,      // 0.5 g (1 + erf(g / sqrt 2))
+  kGeluTanh = 2,  // the tanh approximation
+  kRelu = 3,
+  kRelu2 = 4,     // relu(g)^2
+  kIdentity = 5,
+  kActKinds = 6
+};
+struct Act {
+  int32_t kind;
+  int32_t has_gate;
+  float alpha, gate_max, up_limit, act_max, up_offset;
+};
+// n values; equal to the bit on every ISA.
+typedef void (*ActFn)(const float* gate, const float* up, float* h, int64_t n, const Act* act);
+
+// Quantises one row of k values to int8 in groups of 32 and zero-fills up to k_pad:
+//   amax over the group; scale = amax / 127; q = rint(x * (127 / amax)) to even; all zero where amax is 0;
+//   a group with a NaN or infinity gets q = 0, sum = 0 and scale = NaN, so that it reaches the output.
+typedef void (*QuantFn)(const float* x, int64_t k, int64_t k_pad, int8_t* q, float* scale, int32_t* sum);
+
+// out[i] = fma(weight, y[i], out[i])
+typedef void (*AxpyFn)(float weight, const float* y, float* out, int64_t n);
+
+// What one instruction set offers, by class of rows:
+//   gemv  1 to 4 rows, exact
+//   gemm  any number of rows, exact
+//   bulk  any number of rows; need not be exact: bf16 products with float accumulation are allowed
+enum RowClass : int32_t { kGemv = 0, kGemm = 1, kBulk = 2, kRowClasses = 3 };
+struct Kernel {
+  GemmFn fn;
+  const char* name;  // e.g. "int4.avx512_vnni.gemv": format, instructions really used, class
+};
+struct IsaTable {
+  const char* name;  // "scalar", "avx2", "avx512", "amx"
+  Kernel gemm[kFormats][kRowClasses];
+  ActFn act;
+  QuantFn quantize;
+  AxpyFn axpy;
+};
+
+}  // namespace hetero
