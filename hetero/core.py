@@ -85,3 +85,14 @@ class Timings:
     ttft_s: float = 0.0
     prefill_tok_s: float = 0.0
     decode_tok_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleInfo:
+    """One module of a model's tree, as rules see it."""
+
+    name: str  # dotted, "" for the root
+    classes: tuple[str, ...]  # its class and the bases of it, names only, most derived first
+    layer: int | None  # index in the list of layers; None outside it
+    params: int  # number of weights, descendants included
+    own_params: int  # number of weights that the module itself holds
