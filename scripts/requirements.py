@@ -1,0 +1,15 @@
+"""Print the requirements of pyproject.toml, so that one list serves wheel, editable install and CI.
+
+``build`` prints what the package and its build need, ``dev`` what the tests need besides.
+"""
+
+import sys
+import tomllib
+from pathlib import Path
+
+project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+groups = {
+    "build": project["project"]["dependencies"] + project["build-system"]["requires"] + ["cmake>=3.25", "ninja"],
+    "dev": project["project"]["optional-dependencies"]["dev"],
+}
+print("\n".join(groups[sys.argv[1]]))
