@@ -1,0 +1,80 @@
+"""Every setting that comes from the environment, in one place. Imports neither torch nor transformers.
+
+``docs/env.md`` lists the same variables; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero.core import InputError
+
+ISAS = ("auto", "scalar", "avx2", "avx512", "amx")
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable: its default as a person writes it, and why it exists."""
+
+    name: str
+    default: str
+    what: str
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable("HETERO_ISA", "auto", "instruction set of the CPU experts"),
+    Variable("HETERO_THREADS", "physical cores of the affinity mask", "threads of the expert pool"),
+    Variable("HETERO_CACHE", "$XDG_CACHE_HOME/hetero or ~/.cache/hetero", "folder of converted models"),
+    Variable("HETERO_PREFILL_CHUNK", "512", "prompt tokens of one forward pass"),
+    Variable("HETERO_DEBUG", "0", "show the traceback of an unexpected error"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Values of the variables after checking. ``threads`` None: the operator's own default."""
+
+    isa: str = "auto"
+    threads: int | None = None
+    cache: Path = Path("~/.cache/hetero")
+    prefill_chunk: int = 512
+    debug: bool = False
+
+
+def settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read the environment now (it is cheap, and tests change it). Raises InputError naming the variable."""
+    env = os.environ if environ is None else environ
+    isa = env.get("HETERO_ISA") or "auto"
+    if isa not in ISAS:
+        raise InputError(f"HETERO_ISA={isa}: must be one of {', '.join(ISAS)}")
+    return Settings(
+        isa=isa,
+        threads=_positive(env, "HETERO_THREADS"),
+        cache=_cache(env),
+        prefill_chunk=_positive(env, "HETERO_PREFILL_CHUNK") or 512,
+        debug=env.get("HETERO_DEBUG", "0") not in ("", "0"),
+    )
+
+
+def _positive(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name)
+    if not text:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise InputError(f"{name}={text}: must be a whole number of at least 1")
+    return value
+
+
+def _cache(env: Mapping[str, str]) -> Path:
+    if own := env.get("HETERO_CACHE"):
+        return Path(own).expanduser()
+    if shared := env.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "hetero"
+    return Path("~/.cache/hetero").expanduser()
