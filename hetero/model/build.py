@@ -1,0 +1,339 @@
+"""A model's module tree from its configuration, without its weights.
+
+Parameters stay on the ``meta`` device until the loader brings them; buffers that no checkpoint holds (rotary
+frequencies, hash multipliers, position ids) are computed here, by the same code of transformers that computes
+them in ``from_pretrained``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hetero.core import ExpertSpec, HeteroError, InputError, ModuleInfo
+from hetero.model import hf
+from torch import nn
+
+# Fields that shape a model. transformers would fill an absent one with a default of its own, and the error
+# would show up much later as a wrong shape.
+_SHAPING_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_intermediate_size",
+)
+
+# Siblings of the language model that only other inputs than text need.
+_TOWER = re.compile(
+    r"vision|visual|audio|image|video|projector|talker|code2wav|resampler|speech|sam_model|^mtp"
+)
+
+
+def load_config(source: str | Path | dict[str, Any]) -> hf.Config:
+    """Read a config.json, the one of a folder, or a dictionary.
+
+    Raises InputError for a file that cannot be read, an unknown ``model_type`` and an absent shaping field.
+    """
+    data, where = _read_config(source)
+    model_type = data.get("model_type")
+    if not isinstance(model_type, str):
+        raise InputError(
+            f"{where}: field 'model_type' is absent: it names the architecture, e.g. \"qwen3_moe\""
+        )
+    if model_type not in hf.CONFIG_MAPPING_NAMES and model_type not in hf.CONFIG_MAPPING:
+        near = difflib.get_close_matches(model_type, list(hf.CONFIG_MAPPING_NAMES), n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise InputError(f"{where}: unknown model_type {model_type!r}{hint}")
+    config_class = hf.CONFIG_MAPPING[model_type]
+    _check_fields(data, config_class, where)
+    try:
+        return config_class.from_dict(deepcopy(data))
+    except Exception as error:  # strict configuration classes raise many kinds
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"{where}: not a valid {model_type} configuration: {reason}") from error
+
+
+def _read_config(source: str | Path | dict[str, Any]) -> tuple[dict[str, Any], str]:
+    if isinstance(source, dict):
+        return source, "config"
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; a model folder holds a config.json") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    return data, str(path)
+
+
+def _check_fields(data: dict[str, Any], config_class: Any, where: str, prefix: str = "") -> None:
+    sub = getattr(config_class, "sub_configs", {}).get("text_config")
+    if sub is not None:
+        text = data.get("text_config")
+        if text is None:
+            raise InputError(
+                f"{where}: field '{prefix}text_config' is absent: it holds the language model's shape"
+            )
+        if isinstance(text, dict):
+            _check_fields(text, sub, where, f"{prefix}text_config.")
+        return
+    fields = {name for base in config_class.__mro__ for name in vars(base).get("__annotations__", {})}
+    aliases: dict[str, str] = getattr(config_class, "attribute_map", {})
+    for name in _SHAPING_FIELDS:
+        if name not in fields:
+            continue
+        spellings = {name} | {alias for alias, field in aliases.items() if field == name}
+        if not spellings & data.keys():
+            raise InputError(f"{where}: field '{prefix}{name}' is absent; {config_class.model_type} needs it")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelClass:
+    """The class of transformers that runs a configuration, and the part of the configuration it takes."""
+
+    cls: Any
+    config: hf.Config
+    # What checkpoint names start with where the class is a part of a larger model ("thinker.").
+    checkpoint_prefix: str = ""
+
+
+def choose_class(config: hf.Config) -> ModelClass:
+    """Pick the causal language model of a configuration, or a multimodal model whose text part runs.
+
+    Raises InputError, naming the type, where neither is there.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(
+            f"model_type {config.model_type!r} is an encoder-decoder; hetero runs causal language models"
+        )
+    if "thinker_config" in getattr(config, "sub_configs", {}):
+        inner = choose_class(config.thinker_config)
+        return ModelClass(inner.cls, inner.config, "thinker.")
+    for mapping in (
+        hf.MODEL_FOR_CAUSAL_LM_MAPPING,
+        hf.MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    ):
+        if type(config) not in mapping:
+            continue
+        cls = mapping[type(config)]
+        cls = cls[0] if isinstance(cls, list | tuple) else cls
+        text_class = config.sub_configs.get("text_config")
+        if text_class is not None and cls.config_class is text_class:
+            config = config.get_text_config()
+        return ModelClass(cls, config)
+    raise InputError(f"model_type {config.model_type!r} has no causal language model in transformers")
+
+
+def build_meta(config: hf.Config, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Build the causal language model of ``config``, in eval mode, every parameter on ``meta`` in ``dtype``.
+
+    Towers that text does not pass (vision, audio, MTP) are replaced by None and named in ``dropped_towers``.
+    Learned buffers stay on ``meta`` until the checkpoint brings them; computed ones are real.
+    """
+    chosen = choose_class(deepcopy(config))
+    try:
+        with torch.device("meta"):
+            model = chosen.cls._from_config(chosen.config, dtype=dtype)
+    except Exception as error:  # whatever a constructor says to fields that do not go together
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"the configuration does not build a {chosen.cls.__name__}: {reason}") from error
+    model.eval()
+    model.requires_grad_(False)
+    model.checkpoint_prefix = chosen.checkpoint_prefix
+    model.dropped_towers = tuple(_drop_towers(model))
+    materialise_buffers(model)
+    return model  # type: ignore[no-any-return]
+
+
+def _drop_towers(model: Any) -> Iterator[str]:
+    decoder = model.get_decoder()
+    path = next((name for name, module in model.named_modules() if module is decoder), "")
+    parts = path.split(".") if path else []
+    for depth in range(len(parts)):
+        owner_name = ".".join(parts[:depth])
+        owner = model.get_submodule(owner_name) if owner_name else model
+        for name, child in list(owner.named_children()):
+            if name != parts[depth] and _TOWER.search(name) and not isinstance(child, type(decoder)):
+                setattr(owner, name, None)
+                yield f"{owner_name}.{name}" if owner_name else name
+
+
+def materialise_buffers(model: Any) -> None:
+    """Give real values to the buffers that ``meta`` lost and that are computed, not learned.
+
+    Those are the non-persistent ones, and persistent ones of integers (hash multipliers): a persistent buffer of
+    floats is learned (a router's correction bias) and has to come from the checkpoint.
+
+    The values come from the model's own initialisation, run with everything else marked as initialised.
+    Each buffer is poisoned first, so that one that the model's code does not fill is an error, not garbage.
+    """
+    optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    persistent = {name for name, _ in model.named_buffers()} - {
+        name for name, _ in model.named_non_persistent_buffers()
+    }
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    poisoned: dict[str, torch.Tensor] = {}
+    for name, buffer in list(model.named_buffers()):
+        computed = not buffer.is_floating_point() or any(pattern.search(name) for pattern in optional)
+        if (name in persistent and not computed) or buffer.device.type != "meta":
+            buffer._is_hf_initialized = True
+        else:
+            poisoned[name] = _poison(torch.empty_like(buffer, device="cpu"))
+            owner, leaf = _owner(model, name)
+            owner._buffers[leaf] = poisoned[name]
+    for module in model.modules():
+        module._is_hf_initialized = False
+    with torch.random.fork_rng(devices=[]):
+        model.initialize_weights()
+    for name, before in poisoned.items():
+        after = model.get_buffer(name)
+        if after.device.type == "meta" or (after is before and _is_poison(after)):
+            raise HeteroError(
+                f"{type(model).__name__}: buffer {name} is not filled by the model's initialisation"
+            )
+
+
+def _poison(buffer: torch.Tensor) -> torch.Tensor:
+    if buffer.is_floating_point() or buffer.is_complex():
+        return buffer.fill_(float("nan"))
+    if buffer.dtype != torch.bool:
+        return buffer.fill_(torch.iinfo(buffer.dtype).max)
+    return buffer.fill_(False)
+
+
+def _is_poison(buffer: torch.Tensor) -> bool:
+    if buffer.numel() == 0 or buffer.dtype == torch.bool:
+        return False
+    if buffer.is_floating_point() or buffer.is_complex():
+        return bool(buffer.isnan().any())
+    return bool((buffer == torch.iinfo(buffer.dtype).max).all())
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return (model.get_submodule(path) if path else model), leaf
+
+
+def meta_tensors(model: nn.Module) -> Iterator[str]:
+    """Names of all tensors on ``meta``: parameters, buffers, and plain attributes of modules."""
+    for prefix, module in model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        held = {**module._parameters, **module._buffers, **vars(module)}
+        for name, value in held.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                yield dot + name
+
+
+def assert_only_experts_on_meta(model: nn.Module, experts_names: Iterable[str]) -> None:
+    """Raise HeteroError, naming the tensors, when anything outside the given modules is still on ``meta``."""
+    inside = tuple(f"{name}." for name in experts_names)
+    left = [name for name in meta_tensors(model) if not name.startswith(inside)]
+    if left:
+        raise HeteroError(f"left on the meta device: {', '.join(left[:5])} ({len(left)} tensors)")
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSite:
+    """A block that owns routed experts."""
+
+    name: str  # dotted name of the block
+    experts_name: str  # dotted name of its experts module
+    block: nn.Module
+    experts: nn.Module
+    spec: ExpertSpec
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether the module follows transformers' experts interface."""
+    return all(hasattr(module, flag) for flag in hf.EXPERT_FLAGS) and hasattr(module, "down_proj")
+
+
+def find_moe(model: Any) -> list[MoeSite]:
+    """Every MoE block of the tree, in the order of the tree."""
+    from hetero.model.moe_types import expert_spec
+
+    sites = []
+    for name, module in model.named_modules():
+        if is_experts(module):
+            block_name = name.rpartition(".")[0]
+            block = model.get_submodule(block_name) if block_name else model
+            sites.append(MoeSite(block_name, name, block, module, expert_spec(module, model.config)))
+    return sites
+
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+def describe(model: nn.Module) -> list[ModuleInfo]:
+    """The tree as rules see it: every module, in order, the root first."""
+    own = {
+        name: sum(p.numel() for p in module._parameters.values() if p is not None)
+        for name, module in model.named_modules()
+    }
+    total = dict(own)
+    for name, count in own.items():
+        parent = name
+        while parent:
+            parent = parent.rpartition(".")[0]
+            total[parent] += count
+    infos = []
+    for name, module in model.named_modules():
+        classes = tuple(base.__name__ for base in type(module).__mro__ if base is not object)
+        found = _LAYER.search(name)
+        layer = int(found.group(1)) if found else None
+        infos.append(ModuleInfo(name, classes, layer, total[name], own[name]))
+    return infos
+
+
+def dense_bytes(model: nn.Module, dtype: torch.dtype, experts_names: Iterable[str] = ()) -> int:
+    """Bytes that everything but the experts takes, tied weights counted once."""
+    inside = tuple(f"{name}." for name in experts_names)
+    plan = _float32_names(model, dtype)
+    total = 0
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not name.startswith(inside):
+            total += tensor.numel() * target_dtype(name, tensor, dtype, plan).itemsize
+    return total
+
+
+def _float32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Pattern of the parameters that transformers keeps in float32 when the rest is of ``dtype``."""
+    patterns = model._get_dtype_plan(dtype)
+    if not patterns:
+        return None
+    return re.compile("|".join(f"(?:{pattern.replace('*', '.*')})" for pattern in patterns))
+
+
+def target_dtype(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, float32: re.Pattern[str] | None
+) -> torch.dtype:
+    """The dtype that a parameter or buffer of the tree is loaded in.
+
+    Like in transformers, a tensor that the model's code built in another dtype than the model's keeps it.
+    """
+    if float32 is not None and float32.search(name):
+        return torch.float32
+    return tensor.dtype if tensor.dtype != dtype else dtype
