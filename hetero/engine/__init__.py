@@ -1,0 +1,1 @@
+"""From a prompt to tokens: loading, sampling and the decode loop."""

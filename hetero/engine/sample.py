@@ -1,0 +1,146 @@
+"""Choosing the next token.
+
+The order is fixed, since filters do not commute: repetition penalty, temperature, top-k, top-p, min-p, draw.
+It is the order of transformers and vLLM; a nucleus is therefore one of the tempered distribution. Temperature
+0 is the arg max after the penalty, and the filters have no say.
+
+``probabilities`` is apart from ``draw`` so that a verifier of drafts can compare two distributions.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hetero.core import HeteroError, InputError
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1 switch a filter off.
+
+    Raises InputError naming the field when a value is outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "from 0 to 100")
+        _check("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
+        _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
+        _check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "from 0 to 1")
+        _check(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0.0 < self.repetition_penalty <= 100.0,
+            "above 0 and at most 100",
+        )
+        if self.seed is not None:
+            _check("seed", self.seed, 0 <= self.seed <= MAX_SEED, f"from 0 to {MAX_SEED}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _check(name: str, value: float, good: bool, want: str) -> None:
+    if not good or not math.isfinite(value):
+        raise InputError(f"{name}={value}: must be {want}")
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Logits [V] with those of ``seen`` (bool [V]) moved away from being chosen, whatever their sign."""
+    if penalty == 1.0:
+        return logits
+    pushed = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, pushed, logits)
+
+
+def probabilities(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """(probabilities [n] float64 summing to 1, token ids [n]) of penalised logits [V]; temperature above 0.
+
+    Tokens that a filter removed are absent; at least the most likely token stays.
+    """
+    scaled = logits.double() / params.temperature
+    size = scaled.numel()
+    if params.top_k:
+        scaled, ids = _leading(scaled, min(params.top_k, size))
+    else:
+        ids = torch.arange(size)
+    probs = torch.softmax(scaled, dim=0)
+    if params.top_p < 1.0 or params.min_p > 0.0:
+        # Both filters keep a prefix of the sorted tokens, nearly always a short one: sort no more.
+        for guess in (256, 4096, probs.numel()):
+            head, order = _leading(probs, min(guess, probs.numel()))
+            stay = _prefix(head, params)
+            if stay < head.numel() or head.numel() == probs.numel():
+                break
+        probs, ids = head[:stay], ids[order[:stay]]
+    return probs / probs.sum(), ids
+
+
+def _prefix(probs: Tensor, params: SamplingParams) -> int:
+    """How many of descending ``probs`` [n] top-p and then min-p keep."""
+    # A token stays while the mass before it is below top_p, so the one that crosses the line stays.
+    before = torch.cumsum(probs, dim=0) - probs
+    stays = before < params.top_p if params.top_p < 1.0 else torch.ones_like(probs, dtype=torch.bool)
+    stays &= probs >= params.min_p * probs[0]
+    return max(int(stays.sum()), 1)
+
+
+def _leading(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of values [n] in descending order, and their places; ties by ascending place.
+
+    Not ``topk`` alone, whose order among equals is anybody's.
+    """
+    if count < values.numel():
+        floor = torch.topk(values, count, sorted=True).values[-1]
+        places = torch.nonzero(values >= floor).flatten()
+    else:
+        places = torch.arange(values.numel())
+    ordered, order = torch.sort(values[places], descending=True, stable=True)
+    return ordered[:count], places[order[:count]]
+
+
+class Sampler:
+    """Draws the tokens of one request; owns its random stream and the set of tokens that it has seen."""
+
+    def __init__(self, params: SamplingParams, vocabulary: int, prompt: Iterable[int] = ()) -> None:
+        self.params = params
+        self.seed = params.seed if params.seed is not None else secrets.randbits(48)
+        self._random = torch.Generator(device="cpu").manual_seed(self.seed)
+        self._seen: Tensor | None = None
+        if params.repetition_penalty != 1.0:
+            self._seen = torch.zeros(vocabulary, dtype=torch.bool)
+            self._seen[torch.tensor(list(prompt), dtype=torch.long)] = True
+
+    def pick(self, logits: Tensor) -> int:
+        """The next token for logits [V]. Raises HeteroError when they are not finite where it matters."""
+        scores = logits.detach().to("cpu", torch.float32)
+        if self._seen is not None:
+            scores = penalise(scores, self._seen, self.params.repetition_penalty)
+        best, index = torch.max(scores, dim=0)
+        if not math.isfinite(float(best)):
+            raise HeteroError(f"the model's logits are not finite (largest: {float(best)})")
+        token = int(index) if self.params.greedy else self.draw(*probabilities(scores, self.params))
+        if self._seen is not None:
+            self._seen[token] = True
+        return token
+
+    def draw(self, probs: Tensor, ids: Tensor) -> int:
+        """One of ``ids`` [n] with ``probs`` [n], by inverting the distribution at one uniform number."""
+        uniform = torch.rand(1, generator=self._random, dtype=torch.float64)
+        place = int(torch.searchsorted(torch.cumsum(probs, dim=0), uniform, right=True))
+        return int(ids[min(place, len(ids) - 1)])
