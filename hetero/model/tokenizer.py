@@ -1,0 +1,139 @@
+"""The tokenizer of a checkpoint folder: text to ids, chat to ids, ids to text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from hetero.core import InputError
+from hetero.model.detokenize import ByteDetokenizer, Detokenizer, TextDetokenizer, unicode_bytes
+from tokenizers import decoders
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
+
+NO_TOKENIZER = "has no tokenizer; give token ids (--prompt-ids 1,2,3) or put its tokenizer.json there"
+NO_TEMPLATE = (
+    "has no chat template; give the prompt as it is (hetero run --raw -p TEXT, or /v1/completions), "
+    "or put a chat_template.jinja into the folder"
+)
+
+
+class Tokenizer:
+    """A thin cover of transformers' tokenizer: what the engine needs and no more."""
+
+    def __init__(self, inner: PreTrainedTokenizerBase, where: str) -> None:
+        self._inner = inner
+        self._where = where
+        self._token_bytes: dict[int, bytes] = {}
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the end-of-text token, if there is one."""
+        token = self._inner.eos_token_id
+        return None if token is None else int(token)
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self._inner.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain text, with the begin-of-text token where the tokenizer adds one."""
+        return [int(token) for token in self._inner.encode(text)]
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of a conversation, ending where the assistant's turn begins.
+
+        Raises InputError without a chat template and when the template refuses the messages. Templates come
+        with the checkpoint and are not trusted: transformers renders them in jinja's sandbox.
+        """
+        if not self.has_template:
+            raise InputError(f"{self._where} {NO_TEMPLATE}")
+        try:
+            text = self._inner.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InputError(f"the chat template of {self._where} refuses these messages: {error}") from None
+        # The template writes the special tokens itself.
+        return [int(token) for token in self._inner.encode(text, add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of a whole answer, special tokens left out, an incomplete character at the end dropped."""
+        detokenizer = self.detokenizer()
+        return "".join(map(detokenizer.feed, tokens)) + detokenizer.finish()
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh one for one answer."""
+        if self._byte_level:
+            return ByteDetokenizer(self._bytes_of)
+        return TextDetokenizer(self._plain_decode, self._replacement)
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        backend = getattr(self._inner, "backend_tokenizer", None)
+        return backend is not None and isinstance(backend.decoder, decoders.ByteLevel)
+
+    @cached_property
+    def _replacement(self) -> list[int]:
+        # After a letter, since some vocabularies put a space before the first character of a text.
+        alone, both = (self._inner.encode(text, add_special_tokens=False) for text in ("a", "a\ufffd"))
+        return [int(token) for token in both[len(alone) :]]
+
+    @cached_property
+    def _unicode_bytes(self) -> dict[str, int]:
+        return unicode_bytes()
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._inner.added_tokens_decoder
+        return frozenset(self._inner.all_special_ids) | {i for i, token in added.items() if token.special}
+
+    def _plain_decode(self, tokens: Sequence[int]) -> str:
+        kept = [token for token in tokens if token not in self._special]
+        text = self._inner.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def _bytes_of(self, token: int) -> bytes:
+        known = self._token_bytes.get(token)
+        if known is None:
+            known = b"" if token in self._special else self._look_up(token)
+            self._token_bytes[token] = known
+        return known
+
+    def _look_up(self, token: int) -> bytes:
+        # Models pad their vocabulary beyond the tokenizer's: such an id has no text.
+        written = self._inner.convert_ids_to_tokens(token) if token < len(self._inner) else None
+        if written is None:
+            return b""
+        table = self._unicode_bytes
+        # An added token is literal text, and may hold what no byte is written as, such as a space.
+        if any(char not in table for char in written):
+            return str(written).encode()
+        return bytes(table[char] for char in written)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer | None:
+    """The tokenizer of a checkpoint folder, or None when it has none. Raises InputError for a broken one."""
+    folder = Path(folder)
+    if not any((folder / name).is_file() for name in _FILES):
+        return None
+    try:
+        inner = _load(folder)
+    except InputError:
+        raise
+    except Exception as error:
+        # transformers raises whatever its parsers do; all of it means that the files are at fault.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"{folder}: the tokenizer cannot be read: {reason}") from None
+    return Tokenizer(inner, str(folder))
+
+
+def _load(folder: Path) -> PreTrainedTokenizerBase:
+    configured = any((folder / name).is_file() for name in ("tokenizer_config.json", "config.json"))
+    if not configured and (folder / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
