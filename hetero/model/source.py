@@ -1,0 +1,245 @@
+"""Where a model's tensors come from: a folder of safetensors files.
+
+Only headers are read when a checkpoint is opened, and all of them are checked against the files before any weight
+is. Tensors are read with ``pread`` into memory of their own: a memory map would count the whole checkpoint in
+the process's resident memory, beside the packed weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from hetero.core import InputError
+
+INDEX = "model.safetensors.index.json"
+
+# The format's own limit of a header, so that a file of another kind is not read whole.
+_MAX_HEADER = 100_000_000
+
+_DTYPES: dict[str, torch.dtype] = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+WEIGHT_DTYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a checkpoint, not read yet."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as the file spells it: "BF16"
+    file: Path
+    start: int  # of its bytes in the file
+    nbytes: int
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether the dtype is one that weights can be loaded from."""
+        return self.dtype in WEIGHT_DTYPES
+
+
+class Checkpoint:
+    """The tensors of a model folder, by the names that the files give them.
+
+    ``tensors`` maps names to TensorInfo. Every fault of the files is an InputError: a missing shard, an index
+    that names an absent tensor, a truncated file, the same tensor in two files.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.tensors: dict[str, TensorInfo] = {}
+        self._descriptors: dict[Path, int] = {}
+        files, index = _find_files(self.folder)
+        for file in files:
+            for name, info in read_header(file).items():
+                if name in self.tensors:
+                    raise InputError(f"tensor {name} is in two files: {self.tensors[name].file} and {file}")
+                self.tensors[name] = info
+        for name, shard in index.items():
+            if name not in self.tensors:
+                raise InputError(
+                    f"{self.folder / INDEX} places tensor {name} in {shard}, which does not have it"
+                )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor, on the CPU, in the file's dtype."""
+        info = self._info(name)
+        return self._read(name, info, info.start, info.shape)
+
+    def read_slice(self, name: str, index: int) -> torch.Tensor:
+        """Element ``index`` along dimension 0 of a tensor, that dimension kept: [1, ...]. Reads nothing else."""
+        info = self._info(name)
+        if not info.shape or not 0 <= index < info.shape[0]:
+            raise InputError(f"tensor {name} of shape {list(info.shape)} has no slice {index}")
+        step = info.nbytes // info.shape[0]
+        return self._read(name, info, info.start + index * step, (1, *info.shape[1:]))
+
+    def close(self) -> None:
+        """Close the files. A later read opens them again."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise InputError(f"{self.folder} has no tensor {name}")
+        return self.tensors[name]
+
+    def _read(self, name: str, info: TensorInfo, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+        dtype = _DTYPES.get(info.dtype)
+        if dtype is None:
+            raise InputError(unsupported_dtype(name, info))
+        out = torch.empty(shape, dtype=dtype)
+        if out.numel():
+            self._fill(info.file, start, memoryview(out.flatten().view(torch.uint8).numpy()))
+        return out
+
+    def _fill(self, file: Path, start: int, buffer: memoryview) -> None:
+        if file not in self._descriptors:
+            try:
+                self._descriptors[file] = os.open(file, os.O_RDONLY)
+            except OSError as error:
+                raise InputError(f"{file}: cannot be read: {error.strerror}") from None
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._descriptors[file], [buffer[done:]], start + done)
+            except OSError as error:
+                raise InputError(f"{file}: cannot be read: {error.strerror}") from None
+            if count == 0:
+                raise InputError(
+                    f"{file}: ends at byte {start + done}, though it was longer when it was opened"
+                )
+            done += count
+
+
+def unsupported_dtype(name: str, info: TensorInfo) -> str:
+    """The message for a tensor that weights cannot be loaded from."""
+    return (
+        f"{info.file}: tensor {name} has dtype {info.dtype}; weights are read from {', '.join(WEIGHT_DTYPES)}. "
+        "Quantised checkpoints are not supported yet"
+    )
+
+
+def _find_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The safetensors files of a folder, and tensor name -> file name where there is an index."""
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder" if not folder.exists() else f"{folder}: not a folder")
+    if (folder / INDEX).is_file():
+        return _read_index(folder)
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"], {}
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files, {}
+    for pattern, kind in (("*.bin", "PyTorch .bin"), ("*.pt", "PyTorch .pt"), ("*.pth", "PyTorch .pth")):
+        if any(folder.glob(pattern)):
+            raise InputError(
+                f"{folder} holds {kind} weights only; hetero reads safetensors: convert it first"
+            )
+    raise InputError(f"{folder} holds no weights: expected model.safetensors, or shards with {INDEX}")
+
+
+def _read_index(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    path = folder / INDEX
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as JSON: {error}") from None
+    index = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
+        raise InputError(f"{path}: expected a 'weight_map' from tensor names to file names")
+    files = [folder / shard for shard in sorted(set(index.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise InputError(
+            f"{path} names {len(files)} shards, of which {len(missing)} are missing: {', '.join(missing[:5])}"
+        )
+    return files, index
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors that a safetensors file holds. Raises InputError when header and file do not agree."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) == 8 and 8 + length <= size and length <= _MAX_HEADER:
+                raw = stream.read(length)
+            elif len(start) < 8 or length <= _MAX_HEADER:
+                expected = f"a header of {length} bytes" if len(start) == 8 else "at least 8 bytes"
+                raise InputError(f"{file}: truncated: expected {expected}, but the file has {size} bytes")
+            else:
+                raise InputError(f"{file}: not a safetensors file")
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror}") from None
+    try:
+        header = json.loads(raw)
+    except ValueError:
+        raise InputError(f"{file}: not a safetensors file: its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise InputError(f"{file}: not a safetensors file: its header is not a JSON object")
+    header.pop("__metadata__", None)
+    base = 8 + length
+    tensors = dict(_entries(file, header, base))
+    _check_extent(file, tensors, base, size)
+    return tensors
+
+
+def _entries(file: Path, header: dict[str, Any], base: int) -> Iterator[tuple[str, TensorInfo]]:
+    for name, entry in header.items():
+        try:
+            dtype = str(entry["dtype"])
+            shape = tuple(int(size) for size in entry["shape"])
+            begin, end = (int(offset) for offset in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise InputError(f"{file}: the header's entry of tensor {name} is malformed") from None
+        if min(shape, default=0) < 0 or not 0 <= begin <= end:
+            raise InputError(f"{file}: the header's entry of tensor {name} is malformed")
+        if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != end - begin:
+            raise InputError(
+                f"{file}: tensor {name} of shape {list(shape)} and dtype {dtype} cannot have {end - begin} bytes"
+            )
+        yield name, TensorInfo(shape, dtype, file, base + begin, end - begin)
+
+
+def _check_extent(file: Path, tensors: dict[str, TensorInfo], base: int, size: int) -> None:
+    """Tensors must cover the file without holes, overlaps or a tail."""
+    end = base
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if info.start != end:
+            raise InputError(f"{file}: the bytes of tensor {name} do not follow those of the one before it")
+        end += info.nbytes
+    if end != size:
+        what = "truncated" if size < end else "has bytes that no tensor owns"
+        raise InputError(f"{file}: {what}: its header makes it {end} bytes, but the file has {size}")
