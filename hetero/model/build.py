@@ -183,8 +183,8 @@ def _drop_towers(model: Any) -> Iterator[str]:
 def materialise_buffers(model: Any) -> None:
     """Give real values to the buffers that ``meta`` lost and that are computed, not learned.
 
-    Those are the non-persistent ones, and persistent ones of integers (hash multipliers): a persistent buffer of
-    floats is learned (a router's correction bias) and has to come from the checkpoint.
+    Those are the non-persistent ones, and the persistent ones of integers (hash multipliers). A persistent
+    buffer of floats is learned (a router's correction bias) and has to come from the checkpoint.
 
     The values come from the model's own initialisation, run with everything else marked as initialised.
     Each buffer is poisoned first, so that one that the model's code does not fill is an error, not garbage.

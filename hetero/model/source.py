@@ -1,7 +1,7 @@
 """Where a model's tensors come from: a folder of safetensors files.
 
-Only headers are read when a checkpoint is opened, and all of them are checked against the files before any weight
-is. Tensors are read with ``pread`` into memory of their own: a memory map would count the whole checkpoint in
+Only headers are read when a checkpoint is opened, and all are checked against their files before any weight is
+read. Tensors are read with ``pread`` into memory of their own: a memory map would count the whole checkpoint in
 the process's resident memory, beside the packed weights.
 """
 
@@ -74,9 +74,7 @@ class Checkpoint:
                 self.tensors[name] = info
         for name, shard in index.items():
             if name not in self.tensors:
-                raise InputError(
-                    f"{self.folder / INDEX} places tensor {name} in {shard}, which does not have it"
-                )
+                raise InputError(f"{self.folder / INDEX}: tensor {name} is not in {shard}, as it says")
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +87,7 @@ class Checkpoint:
         return self._read(name, info, info.start, info.shape)
 
     def read_slice(self, name: str, index: int) -> torch.Tensor:
-        """Element ``index`` along dimension 0 of a tensor, that dimension kept: [1, ...]. Reads nothing else."""
+        """Element ``index`` along dimension 0, that dimension kept: [1, ...]. Reads nothing else."""
         info = self._info(name)
         if not info.shape or not 0 <= index < info.shape[0]:
             raise InputError(f"tensor {name} of shape {list(info.shape)} has no slice {index}")
@@ -120,7 +118,7 @@ class Checkpoint:
             raise InputError(unsupported_dtype(name, info))
         out = torch.empty(shape, dtype=dtype)
         if out.numel():
-            self._fill(info.file, start, memoryview(out.flatten().view(torch.uint8).numpy()))
+            self._fill(info.file, start, out.flatten().view(torch.uint8).numpy().data)
         return out
 
     def _fill(self, file: Path, start: int, buffer: memoryview) -> None:
@@ -145,7 +143,7 @@ class Checkpoint:
 def unsupported_dtype(name: str, info: TensorInfo) -> str:
     """The message for a tensor that weights cannot be loaded from."""
     return (
-        f"{info.file}: tensor {name} has dtype {info.dtype}; weights are read from {', '.join(WEIGHT_DTYPES)}. "
+        f"{info.file}: tensor {name} has dtype {info.dtype}; weights may be {', '.join(WEIGHT_DTYPES)}. "
         "Quantised checkpoints are not supported yet"
     )
 
@@ -228,7 +226,7 @@ def _entries(file: Path, header: dict[str, Any], base: int) -> Iterator[tuple[st
             raise InputError(f"{file}: the header's entry of tensor {name} is malformed")
         if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != end - begin:
             raise InputError(
-                f"{file}: tensor {name} of shape {list(shape)} and dtype {dtype} cannot have {end - begin} bytes"
+                f"{file}: tensor {name}, {dtype} of shape {list(shape)}, cannot have {end - begin} bytes"
             )
         yield name, TensorInfo(shape, dtype, file, base + begin, end - begin)
 
