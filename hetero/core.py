@@ -87,6 +87,9 @@ class Timings:
     decode_tok_s: float = 0.0
 
 
+MOE_BLOCK = "MoeBlock"
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleInfo:
     """One module of a model's tree, as rules see it."""
@@ -96,3 +99,6 @@ class ModuleInfo:
     layer: int | None  # index in the list of layers; None outside it
     params: int  # number of weights, descendants included
     own_params: int  # number of weights that the module itself holds
+    # Set on the module that holds the routed experts of a MoE block. The block itself carries the extra class
+    # name MOE_BLOCK, so that a rule file can name the blocks of every model type alike.
+    experts: ExpertSpec | None = None

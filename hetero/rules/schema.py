@@ -1,0 +1,239 @@
+"""The typed model of a rule file, read from positioned YAML.
+
+``parse_file`` checks all that can be checked without a model: keys, types, regular expressions, layer ranges.
+Operators, options and devices are checked when the rules meet a model (``match``).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hetero.core import ModuleInfo
+from hetero.rules.source import Value, Where, did_you_mean, listed
+
+FILE_KEYS = ("description", "models", "vars", "extends", "rules")
+RULE_KEYS = ("name", "match", "replace", "recursive", "optional")
+MATCH_KEYS = ("name", "class", "layers")
+REPLACE_KEYS = ("op", "class", "device", "experts", "kwargs")
+EXPERT_KEYS = ("format", "isa", "numa", "threads", "backend")
+# Words of KTransformers that its users will try first.
+_FOREIGN = {
+    "generate_device": "write 'device: ...'",
+    "prefill_device": "write 'device: ...'; one device serves prefill and decode",
+    "out_device": "the block's 'device' receives the experts' output",
+    "generate_op": "write 'op: moe' on the block and 'experts: {format: ...}'",
+    "prefill_op": "prefill and decode share one operator",
+}
+_ANY = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A set of layer indices as the file wrote it."""
+
+    text: str
+    ranges: tuple[tuple[int, int], ...]  # inclusive ends
+    where: Where
+
+    def __contains__(self, layer: object) -> bool:
+        return isinstance(layer, int) and any(a <= layer <= b for a, b in self.ranges)
+
+    @property
+    def last(self) -> int:
+        return max(b for _, b in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """All that is given must hold."""
+
+    where: Where
+    name: re.Pattern[str] | None = None  # searched in the dotted name
+    cls: str | None = None  # a glob over the class and its bases
+    layers: Layers | None = None
+
+    def matches(self, module: ModuleInfo) -> bool:
+        if self.layers is not None and module.layer not in self.layers:
+            return False
+        if self.cls is not None and not any(fnmatch.fnmatchcase(c, self.cls) for c in module.classes):
+            return False
+        return self.name is None or self.name.search(module.name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """What a matched module becomes; ``op`` or ``cls`` is set."""
+
+    where: Where
+    op: Value | None
+    cls: Value | None
+    device: Value | None
+    experts: Value | None
+    kwargs: Value | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule, with its number in its own file (from 1)."""
+
+    name: str
+    index: int
+    where: Where
+    match: Match
+    replace: Replace
+    recursive: bool | None = None  # None: the operator's own default
+    optional: bool = False  # may place nothing
+    inherited: bool = False  # came through ``extends``
+
+    @property
+    def label(self) -> str:
+        return f"rule {self.index} '{self.name}'"
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSet:
+    """A file with its variables put in and the rules of ``extends`` after its own."""
+
+    file: str
+    rules: tuple[Rule, ...]
+    models: tuple[str, ...] | None  # model types that the file claims; None: any
+    variables: Mapping[str, object] = field(default_factory=dict)
+    description: str = ""
+
+
+def check_keys(value: Value, what: str, known: tuple[str, ...], homes: Mapping[str, str] | None = None) -> None:
+    """Refuse a key that ``what`` does not have; ``homes`` says where a misplaced one belongs."""
+    for key in value.mapping(what):
+        if key in known:
+            continue
+        if homes and key in homes:
+            value.key_at(key).fail(f"'{key}' does not belong in {what}: {homes[key]}")
+        hint = did_you_mean(key, known) or f"; {what} has {listed(known)}"
+        value.key_at(key).fail(f"unknown key '{key}' in {what}{hint}")
+
+
+def check_file_keys(top: Value) -> None:
+    """The keys of a whole file, and that it is no file of another project."""
+    if isinstance(top.data, list):
+        top.where.fail(
+            "the file is a bare list, as KTransformers writes its rules; "
+            "'hetero rules migrate' turns it into 'rules: ...'"
+        )
+    homes = {k: "it is a key of a rule, under 'rules'" for k in ("name", "match", "replace", "recursive")}
+    check_keys(top, "the file", FILE_KEYS, homes)
+
+
+def parse_models(top: Value) -> tuple[str, ...] | None:
+    value = top.mapping("the file").get("models")
+    if value is None or value.data == _ANY:
+        return None
+    if isinstance(value.data, str):
+        value.where.fail("'models' must be a list of model types, or 'any'")
+    return tuple(v.string("a model type") for v in value.sequence("'models'"))
+
+
+def rule_name(value: Value, index: int) -> str:
+    """The name a rule gives itself, or its number."""
+    given = value.mapping(f"rule {index}").get("name")
+    if given is None:
+        return f"#{index}"
+    name = given.string(f"'name' of rule {index}").strip()
+    if not name:
+        given.where.fail(f"'name' of rule {index} is empty")
+    return name
+
+
+def parse_rule(value: Value, index: int, *, inherited: bool) -> Rule:
+    """Read one rule, whose variables are put in already."""
+    name = rule_name(value, index)
+    value = value.named(f"rule {index} '{name}'")
+    homes = {k: "indent it under 'match'" for k in ("layers",)}
+    homes |= {k: "indent it under 'replace'" for k in ("op", "device", "experts", "kwargs")}
+    homes |= {k: "indent it under 'replace', in 'experts'" for k in EXPERT_KEYS}
+    homes["class"] = "indent it under 'match' (which modules) or 'replace' (which operator)"
+    homes |= _FOREIGN
+    check_keys(value, "a rule", RULE_KEYS, homes)
+    for key in ("match", "replace"):
+        if key not in value.data:
+            value.where.fail(f"the rule has no '{key}'")
+    optional = value.data.get("optional")
+    recursive = value.data.get("recursive")
+    return Rule(
+        name=name,
+        index=index,
+        where=value.where,
+        match=_parse_match(value.data["match"]),
+        replace=_parse_replace(value.data["replace"]),
+        recursive=None if recursive is None else recursive.boolean("'recursive'"),
+        optional=False if optional is None else optional.boolean("'optional'"),
+        inherited=inherited,
+    )
+
+
+def _parse_match(value: Value) -> Match:
+    homes = {k: "indent it under 'replace'" for k in ("op", "device", "experts", "kwargs")}
+    homes |= {k: "it is a key of the rule, one level up" for k in ("replace", "recursive", "optional", "match")}
+    check_keys(value, "'match'", MATCH_KEYS, homes)
+    if not value.data:
+        value.where.fail(f"'match' is empty; give one of {listed(MATCH_KEYS)}")
+    name = cls = None
+    if (given := value.data.get("name")) is not None:
+        text = given.string("'match: name'")
+        try:
+            name = re.compile(text)
+        except (re.error, OverflowError, RecursionError) as error:
+            given.where.fail(f"'{text}' is not a regular expression: {error}")
+    if (given := value.data.get("class")) is not None:
+        cls = given.string("'match: class'")
+        if not cls.strip():
+            given.where.fail("'match: class' is empty")
+        if "." in cls:
+            bare = cls.rpartition(".")[2]
+            given.where.fail(f"'class' is compared with bare class names: write '{bare}', not '{cls}'")
+    layers = value.data.get("layers")
+    return Match(value.where, name, cls, None if layers is None else parse_layers(layers))
+
+
+def parse_layers(value: Value) -> Layers:
+    """``0-47``, ``0-3,8``, ``5`` or a list of those."""
+    parts = value.data if isinstance(value.data, list) else [value]
+    words = [(w.strip(), part.where) for part in parts for w in part.text.split(",")]
+    ranges = []
+    for word, where in words:
+        found = re.fullmatch(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?", word, re.ASCII)
+        if found is None:
+            where.fail(f"'{word}' is no layer range; write 5, 0-47 or 0-3,8")
+        first = int(found[1])
+        last = int(found[2] or first)
+        if last < first:
+            where.fail(f"layer range {word} runs backwards")
+        ranges.append((first, last))
+    if not ranges:
+        value.where.fail("'layers' is empty; write 5, 0-47 or 0-3,8")
+    return Layers(",".join(word for word, _ in words), tuple(ranges), value.where)
+
+
+def _parse_replace(value: Value) -> Replace:
+    homes = {k: "it is a key of the rule, one level up" for k in ("match", "recursive", "optional", "replace")}
+    homes |= {k: "it is a key of 'match'" for k in ("layers", "name")}
+    homes |= {k: "indent it under 'experts'" for k in EXPERT_KEYS}
+    homes |= _FOREIGN
+    check_keys(value, "'replace'", REPLACE_KEYS, homes)
+    get = value.data.get
+    op, cls = get("op"), get("class")
+    if (op is None) == (cls is None):
+        has = "both" if op is not None else "neither"
+        value.where.fail(f"'replace' needs 'op' or 'class' (a user's operator), and has {has}")
+    if op is not None:
+        op.string("'replace: op'")
+    if cls is not None and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", cls.string("'replace: class'")):
+        cls.where.fail(f"'class: {cls.data}' is no dotted path of a class, such as package.module.Class")
+    kwargs, experts = get("kwargs"), get("experts")
+    if kwargs is not None:
+        kwargs.mapping("'kwargs'")
+    if experts is not None:
+        experts.mapping("'experts'")
+    return Replace(value.where, op, cls, get("device"), experts, kwargs)
