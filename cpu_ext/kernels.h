@@ -16,14 +16,16 @@ namespace hetero {
 // The codes of the whole block come first (k_pad / k_per_step steps), then fp16 scales [k_pad/group][16],
 // then, for int4 asymmetric, fp16 minima [k_pad/group][16].
 // A value is (code - zero) * scale with zero 128 (int8) or 8 (int4), or code * scale + minimum (int4a).
-// Codes beyond k or n decode to zero (int4a: scale and minimum zero beyond n; beyond k the activations are 0).
+// Codes beyond k or n decode to zero (int4a: scale and minimum zero beyond n; beyond k the activations are
+// 0).
 enum Format : int32_t { kF32 = 0, kBf16 = 1, kInt8 = 2, kInt4 = 3, kInt4a = 4, kFormats = 5 };
 
 enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3, kIsas = 4 };
 
-constexpr int kBlockRows = 16;   // output rows of a packed block
-constexpr int kActGroup = 32;    // activations share one scale per 32 values
-constexpr int kExactRows = 16;   // up to this many rows of a step, every ISA gives the same bits
+constexpr int kBlockRows = 16;  // output rows of a packed block
+constexpr int kActGroup = 32;   // activations share one scale per 32 values
+constexpr float kTinyAmax = 0x1p-100f;
+constexpr int kExactRows = 16;  // up to this many rows of a step, every ISA gives the same bits
 
 // A packed matrix of n rows (outputs) and k columns (inputs). k_pad: k rounded up to a multiple of
 // max(group, 32). All offsets in bytes from the start of a block; block_bytes is a multiple of 64.
@@ -71,7 +73,7 @@ enum ActKind : int32_t {
   kGelu = 1,      // 0.5 g (1 + erf(g / sqrt 2))
   kGeluTanh = 2,  // the tanh approximation
   kRelu = 3,
-  kRelu2 = 4,     // relu(g)^2
+  kRelu2 = 4,  // relu(g)^2
   kIdentity = 5,
   kActKinds = 6
 };
@@ -84,7 +86,8 @@ struct Act {
 typedef void (*ActFn)(const float* gate, const float* up, float* h, int64_t n, const Act* act);
 
 // Quantises one row of k values to int8 in groups of 32 and zero-fills up to k_pad:
-//   amax over the group; scale = amax / 127; q = rint(x * (127 / amax)) to even; all zero where amax is 0;
+//   amax over the group; scale = amax / 127; q = rint(x * (127 / amax)) to even;
+//   all zero where amax is below kTinyAmax, whose reciprocal would overflow;
 //   a group with a NaN or infinity gets q = 0, sum = 0 and scale = NaN, so that it reaches the output.
 typedef void (*QuantFn)(const float* x, int64_t k, int64_t k_pad, int8_t* q, float* scale, int32_t* sum);
 

@@ -1,0 +1,156 @@
+// The exact kernels of every instruction set, written once over a vector policy P. Everything stands in an
+// anonymous namespace: each unit gets its own copy, compiled for its own instruction set.
+//
+// P has kLanes (16, or 8: then a block is done in two halves) and
+//   F, I, W              kLanes floats, kLanes int32, the decoded codes of 32 k for kLanes rows
+//   zero load store set1 add mul fma to_float
+//   half(p)              kLanes fp16 -> F
+//   bf_even(p) bf_odd(p) first / second bf16 of each 4-byte lane -> F
+//   decode<Format>(p)    4 or 8 steps of 64 bytes from p, kLanes lanes of each -> W
+//   dot<Format>(w, a, sum) dot of 32 activations at a with each lane, zero point subtracted; `sum` is theirs
+//   kGemmRows            rows of activations done at a time by the GEMM of the quantised formats
+//   kFloatRows, kFloatUnits  the same for f32 and bf16, and how many columns of kLanes rows
+//   prefetch(p)
+#pragma once
+
+#include "kernels.h"
+
+namespace hetero {
+namespace {
+
+constexpr int64_t kAhead = 2048;  // bytes that the codes are fetched ahead
+
+inline int64_t group_bytes(int format) { return format == kInt8 ? 512 : 256; }
+
+template <class P, int Format, int M>
+inline void quant_tile(const uint8_t* w, const Layout* layout, const Rows* x, int64_t m0, float* y,
+                       int64_t ldy) {
+  constexpr int kHalves = kBlockRows / P::kLanes;
+  constexpr int64_t kBytes = Format == kInt8 ? 512 : 256;
+  const int64_t groups = layout->k_pad / kActGroup;
+  const int64_t inner = layout->group / kActGroup;
+  const int8_t* q = x->q + m0 * layout->k_pad;
+  const float* scale_a = x->scale + m0 * groups;
+  const int32_t* sum = x->sum + m0 * groups;
+  const uint16_t* scale = reinterpret_cast<const uint16_t*>(w + layout->scale_offset);
+  const uint16_t* minimum = reinterpret_cast<const uint16_t*>(w + layout->min_offset);
+  typename P::F acc[kHalves][M];
+  for (int h = 0; h < kHalves; h++)
+    for (int m = 0; m < M; m++) acc[h][m] = P::zero();
+  for (int64_t g = 0; g < groups;) {
+    typename P::F scale_w[kHalves], min_w[kHalves];
+    for (int h = 0; h < kHalves; h++) {
+      scale_w[h] = P::half(scale + h * P::kLanes);
+      if (Format == kInt4a) min_w[h] = P::half(minimum + h * P::kLanes);
+    }
+    P::prefetch(scale + kBlockRows * 8);
+    scale += kBlockRows;
+    minimum += kBlockRows;
+    for (const int64_t end = g + inner; g < end; g++, w += kBytes) {
+      for (int64_t line = 0; line < kBytes; line += 64) P::prefetch(w + kAhead + line);
+      for (int h = 0; h < kHalves; h++) {
+        const typename P::W codes = P::template decode<Format>(w + h * P::kLanes * 4);
+        for (int m = 0; m < M; m++) {
+          const typename P::I dot =
+              P::template dot<Format>(codes, q + m * layout->k_pad + g * kActGroup, sum[m * groups + g]);
+          const typename P::F a = P::set1(scale_a[m * groups + g]);
+          acc[h][m] = P::fma(P::to_float(dot), P::mul(scale_w[h], a), acc[h][m]);
+          if (Format == kInt4a)
+            acc[h][m] =
+                P::fma(P::set1(static_cast<float>(sum[m * groups + g])), P::mul(min_w[h], a), acc[h][m]);
+        }
+      }
+    }
+  }
+  for (int h = 0; h < kHalves; h++)
+    for (int m = 0; m < M; m++) P::store(y + (m0 + m) * ldy + h * P::kLanes, acc[h][m]);
+}
+
+// One block against `rows` rows, at most 16, from m0.
+template <class P, int Format, int Max>
+inline void quant_rows(int64_t rows, const uint8_t* w, const Layout* layout, const Rows* x, int64_t m0,
+                       float* y, int64_t ldy) {
+  if constexpr (Max > 1) {
+    if (rows < Max) return quant_rows<P, Format, Max - 1>(rows, w, layout, x, m0, y, ldy);
+  }
+  quant_tile<P, Format, Max>(w, layout, x, m0, y, ldy);
+}
+
+template <class P, int Format, int MaxRows>
+void quant_kernel(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y,
+                  int64_t ldy, void*) {
+  for (int64_t b = 0; b < blocks; b++, w += layout->block_bytes, y += kBlockRows)
+    for (int64_t m = 0; m < x->rows; m += MaxRows) {
+      const int64_t rows = x->rows - m < MaxRows ? x->rows - m : MaxRows;
+      quant_rows<P, Format, MaxRows>(rows, w, layout, x, m, y, ldy);
+    }
+}
+
+// Units are columns of kLanes output rows; unit u of a block pair starts at block u * kLanes / 16.
+template <class P, int Format, int M, int U>
+inline void float_tile(const uint8_t* w, const Layout* layout, const Rows* x, int64_t m0, float* y,
+                       int64_t ldy) {
+  constexpr int kHalves = kBlockRows / P::kLanes;
+  const float* a = x->f32 + m0 * layout->k_pad;
+  typename P::F even[M][U], odd[M][U];
+  for (int m = 0; m < M; m++)
+    for (int u = 0; u < U; u++) even[m][u] = odd[m][u] = P::zero();
+  for (int64_t k = 0; k < layout->k_pad; k += 2) {
+    typename P::F w_even[U], w_odd[U];
+    for (int u = 0; u < U; u++) {
+      const uint8_t* p = w + (u / kHalves) * layout->block_bytes + (u % kHalves) * P::kLanes * 4;
+      if (Format == kF32) {
+        w_even[u] = P::load(reinterpret_cast<const float*>(p + k * 64));
+        w_odd[u] = P::load(reinterpret_cast<const float*>(p + k * 64 + 64));
+        P::prefetch(p + k * 64 + kAhead);
+        P::prefetch(p + k * 64 + 64 + kAhead);
+      } else {
+        w_even[u] = P::bf_even(p + k * 32);
+        w_odd[u] = P::bf_odd(p + k * 32);
+        P::prefetch(p + k * 32 + kAhead);
+      }
+    }
+    for (int m = 0; m < M; m++) {
+      const typename P::F a_even = P::set1(a[m * layout->k_pad + k]);
+      const typename P::F a_odd = P::set1(a[m * layout->k_pad + k + 1]);
+      for (int u = 0; u < U; u++) {
+        even[m][u] = P::fma(w_even[u], a_even, even[m][u]);
+        odd[m][u] = P::fma(w_odd[u], a_odd, odd[m][u]);
+      }
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int u = 0; u < U; u++) P::store(y + (m0 + m) * ldy + u * P::kLanes, P::add(even[m][u], odd[m][u]));
+}
+
+template <class P, int Format, int Max, int U>
+inline void float_rows(int64_t rows, const uint8_t* w, const Layout* layout, const Rows* x, int64_t m0,
+                       float* y, int64_t ldy) {
+  if constexpr (Max > 1) {
+    if (rows < Max) return float_rows<P, Format, Max - 1, U>(rows, w, layout, x, m0, y, ldy);
+  }
+  float_tile<P, Format, Max, U>(w, layout, x, m0, y, ldy);
+}
+
+template <class P, int Format>
+void float_kernel(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y,
+                  int64_t ldy, void*) {
+  constexpr int kHalves = kBlockRows / P::kLanes;
+  constexpr int kWide = P::kFloatUnits > kHalves ? P::kFloatUnits / kHalves : 1;  // blocks at a time
+  int64_t b = 0;
+  for (; b + kWide <= blocks; b += kWide)
+    for (int64_t m = 0; m < x->rows; m += P::kFloatRows) {
+      const int64_t rows = x->rows - m < P::kFloatRows ? x->rows - m : P::kFloatRows;
+      float_rows<P, Format, P::kFloatRows, kWide * kHalves>(rows, w + b * layout->block_bytes, layout, x, m,
+                                                            y + b * kBlockRows, ldy);
+    }
+  for (; b < blocks; b++)
+    for (int64_t m = 0; m < x->rows; m += P::kFloatRows) {
+      const int64_t rows = x->rows - m < P::kFloatRows ? x->rows - m : P::kFloatRows;
+      float_rows<P, Format, P::kFloatRows, kHalves>(rows, w + b * layout->block_bytes, layout, x, m,
+                                                    y + b * kBlockRows, ldy);
+    }
+}
+
+}  // namespace
+}  // namespace hetero

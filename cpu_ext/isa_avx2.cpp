@@ -1,0 +1,7 @@
+#include "tables.h"
+
+namespace hetero {
+
+const IsaTable* avx2_table() { return nullptr; }
+
+}  // namespace hetero

@@ -1,0 +1,7 @@
+#include "tables.h"
+
+namespace hetero {
+
+const IsaTable* avx512_bf16_unit() { return nullptr; }
+
+}  // namespace hetero

@@ -1,0 +1,7 @@
+#include "tables.h"
+
+namespace hetero {
+
+const IsaTable* avx512_vnni_unit() { return nullptr; }
+
+}  // namespace hetero

@@ -1,0 +1,178 @@
+// The portable policy of exact.h and act.h: 16 lanes as plain arrays. Used by the scalar unit and by the
+// software twin of AMX.
+#pragma once
+
+#include <string.h>
+
+#include "kernels.h"
+
+namespace hetero {
+namespace {
+
+inline float bits_to_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float half_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
+  const uint32_t exponent = (half >> 10) & 31, mantissa = half & 1023;
+  if (exponent == 31) return bits_to_float(sign | 0x7f800000u | (mantissa << 13));
+  if (exponent == 0) {  // zero or subnormal: mantissa * 2^-24, exact in float32
+    const float value = static_cast<float>(mantissa) * 0x1p-24f;
+    return bits_to_float(sign | float_to_bits(value));
+  }
+  return bits_to_float(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+
+struct Scalar {
+  static constexpr int kLanes = 16;
+  static constexpr int kFloatRows = 2, kFloatUnits = 1;
+  struct F {
+    float v[16];
+  };
+  struct I {
+    int32_t v[16];
+  };
+  struct W {
+    uint8_t v[8][64];
+  };
+
+  template <class Op>
+  static F each(Op op) {
+    F r;
+    for (int i = 0; i < 16; i++) r.v[i] = op(i);
+    return r;
+  }
+  static F set1(float x) {
+    return each([&](int) { return x; });
+  }
+  static F zero() { return set1(0.0f); }
+  static F load(const float* p) {
+    F r;
+    memcpy(r.v, p, 64);
+    return r;
+  }
+  static void store(float* p, const F& a) { memcpy(p, a.v, 64); }
+  static F add(const F& a, const F& b) {
+    return each([&](int i) { return a.v[i] + b.v[i]; });
+  }
+  static F sub(const F& a, const F& b) {
+    return each([&](int i) { return a.v[i] - b.v[i]; });
+  }
+  static F mul(const F& a, const F& b) {
+    return each([&](int i) { return a.v[i] * b.v[i]; });
+  }
+  static F div(const F& a, const F& b) {
+    return each([&](int i) { return a.v[i] / b.v[i]; });
+  }
+  static F fma(const F& a, const F& b, const F& c) {
+    return each([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); });
+  }
+  // As minps and maxps: the second operand where they are unordered.
+  static F min(const F& a, const F& b) {
+    return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  static F max(const F& a, const F& b) {
+    return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  static F abs(const F& a) {
+    return each([&](int i) { return bits_to_float(float_to_bits(a.v[i]) & 0x7fffffffu); });
+  }
+  // a > b ? yes : no, lane by lane
+  static F where_greater(const F& a, const F& b, const F& yes, const F& no) {
+    return each([&](int i) { return a.v[i] > b.v[i] ? yes.v[i] : no.v[i]; });
+  }
+  static F to_float(const I& a) {
+    return each([&](int i) { return static_cast<float>(a.v[i]); });
+  }
+  static I bits(const F& a) {
+    I r;
+    memcpy(r.v, a.v, 64);
+    return r;
+  }
+  static F from_bits(const I& a) {
+    F r;
+    memcpy(r.v, a.v, 64);
+    return r;
+  }
+  static I set1i(int32_t x) {
+    I r;
+    for (int i = 0; i < 16; i++) r.v[i] = x;
+    return r;
+  }
+  static I addi(const I& a, const I& b) {
+    I r;
+    for (int i = 0; i < 16; i++)
+      r.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i]));
+    return r;
+  }
+  static I subi(const I& a, const I& b) {
+    I r;
+    for (int i = 0; i < 16; i++)
+      r.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) - static_cast<uint32_t>(b.v[i]));
+    return r;
+  }
+  static I half_down(const I& a) {  // arithmetic shift right by one
+    I r;
+    for (int i = 0; i < 16; i++) r.v[i] = a.v[i] >> 1;
+    return r;
+  }
+  static I shift_to_exponent(const I& a) {
+    I r;
+    for (int i = 0; i < 16; i++) r.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << 23);
+    return r;
+  }
+
+  static F half(const uint16_t* p) {
+    return each([&](int i) { return half_to_float(p[i]); });
+  }
+  static F bf_even(const uint8_t* p) {
+    return each([&](int i) {
+      uint32_t pair;
+      memcpy(&pair, p + 4 * i, 4);
+      return bits_to_float(pair << 16);
+    });
+  }
+  static F bf_odd(const uint8_t* p) {
+    return each([&](int i) {
+      uint32_t pair;
+      memcpy(&pair, p + 4 * i, 4);
+      return bits_to_float(pair & 0xffff0000u);
+    });
+  }
+  template <int Format>
+  static W decode(const uint8_t* p) {
+    W r;
+    if (Format == kInt8) {
+      memcpy(r.v, p, 512);
+    } else {
+      for (int step = 0; step < 4; step++)
+        for (int i = 0; i < 64; i++) {
+          r.v[2 * step][i] = p[64 * step + i] & 15;
+          r.v[2 * step + 1][i] = p[64 * step + i] >> 4;
+        }
+    }
+    return r;
+  }
+  template <int Format>
+  static I dot(const W& w, const int8_t* a, int32_t sum) {
+    constexpr int32_t kZero = Format == kInt8 ? 128 : Format == kInt4 ? 8 : 0;
+    I r = set1i(-kZero * sum);
+    for (int step = 0; step < 8; step++)
+      for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 4; j++) r.v[i] += w.v[step][4 * i + j] * a[4 * step + j];
+    return r;
+  }
+  static void prefetch(const void*) {}
+};
+
+}  // namespace
+}  // namespace hetero
