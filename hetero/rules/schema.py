@@ -28,6 +28,8 @@ _FOREIGN = {
     "prefill_op": "prefill and decode share one operator",
 }
 _ANY = "any"
+_OF_REPLACE = ("op", "device", "experts", "kwargs")
+_RULE_LEVEL = "it is a key of the rule, one level up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,9 @@ class RuleSet:
     description: str = ""
 
 
-def check_keys(value: Value, what: str, known: tuple[str, ...], homes: Mapping[str, str] | None = None) -> None:
+def check_keys(
+    value: Value, what: str, known: tuple[str, ...], homes: Mapping[str, str] | None = None
+) -> None:
     """Refuse a key that ``what`` does not have; ``homes`` says where a misplaced one belongs."""
     for key in value.mapping(what):
         if key in known:
@@ -122,7 +126,7 @@ def check_file_keys(top: Value) -> None:
             "the file is a bare list, as KTransformers writes its rules; "
             "'hetero rules migrate' turns it into 'rules: ...'"
         )
-    homes = {k: "it is a key of a rule, under 'rules'" for k in ("name", "match", "replace", "recursive")}
+    homes = dict.fromkeys(RULE_KEYS, "it is a key of a rule, under 'rules'")
     check_keys(top, "the file", FILE_KEYS, homes)
 
 
@@ -150,9 +154,9 @@ def parse_rule(value: Value, index: int, *, inherited: bool) -> Rule:
     """Read one rule, whose variables are put in already."""
     name = rule_name(value, index)
     value = value.named(f"rule {index} '{name}'")
-    homes = {k: "indent it under 'match'" for k in ("layers",)}
-    homes |= {k: "indent it under 'replace'" for k in ("op", "device", "experts", "kwargs")}
-    homes |= {k: "indent it under 'replace', in 'experts'" for k in EXPERT_KEYS}
+    homes = dict.fromkeys(_OF_REPLACE, "indent it under 'replace'")
+    homes |= dict.fromkeys(EXPERT_KEYS, "indent it under 'replace', in 'experts'")
+    homes["layers"] = "indent it under 'match'"
     homes["class"] = "indent it under 'match' (which modules) or 'replace' (which operator)"
     homes |= _FOREIGN
     check_keys(value, "a rule", RULE_KEYS, homes)
@@ -174,8 +178,8 @@ def parse_rule(value: Value, index: int, *, inherited: bool) -> Rule:
 
 
 def _parse_match(value: Value) -> Match:
-    homes = {k: "indent it under 'replace'" for k in ("op", "device", "experts", "kwargs")}
-    homes |= {k: "it is a key of the rule, one level up" for k in ("replace", "recursive", "optional", "match")}
+    homes = dict.fromkeys(_OF_REPLACE, "indent it under 'replace'")
+    homes |= dict.fromkeys(("replace", "recursive", "optional", "match"), _RULE_LEVEL)
     check_keys(value, "'match'", MATCH_KEYS, homes)
     if not value.data:
         value.where.fail(f"'match' is empty; give one of {listed(MATCH_KEYS)}")
@@ -217,9 +221,9 @@ def parse_layers(value: Value) -> Layers:
 
 
 def _parse_replace(value: Value) -> Replace:
-    homes = {k: "it is a key of the rule, one level up" for k in ("match", "recursive", "optional", "replace")}
-    homes |= {k: "it is a key of 'match'" for k in ("layers", "name")}
-    homes |= {k: "indent it under 'experts'" for k in EXPERT_KEYS}
+    homes = dict.fromkeys(("match", "recursive", "optional", "replace"), _RULE_LEVEL)
+    homes |= dict.fromkeys(("layers", "name"), "it is a key of 'match'")
+    homes |= dict.fromkeys(EXPERT_KEYS, "indent it under 'experts'")
     homes |= _FOREIGN
     check_keys(value, "'replace'", REPLACE_KEYS, homes)
     get = value.data.get

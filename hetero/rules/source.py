@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+
 from hetero.core import InputError
 
 _MAX_DEPTH = 32

@@ -29,7 +29,9 @@ def parse_vars(top: Value) -> dict[str, Value]:
     return dict(found)
 
 
-def apply_overrides(variables: Mapping[str, Value], overrides: Mapping[str, str], file: str) -> dict[str, Value]:
+def apply_overrides(
+    variables: Mapping[str, Value], overrides: Mapping[str, str], file: str
+) -> dict[str, Value]:
     """Put ``--set NAME=VALUE`` over the file's values. Raises InputError for a name that the file lacks."""
     merged = dict(variables)
     for name, text in overrides.items():

@@ -1,0 +1,125 @@
+"""What each operator may be told in a rule, and the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetero.core import InputError
+from hetero.rules.devices import check_device
+from hetero.rules.schema import EXPERT_KEYS, Replace, check_keys
+from hetero.rules.source import Value, did_you_mean, listed
+
+DEFAULT_FORMAT = "int8"
+ISAS = ("auto", "scalar", "avx2", "avx512", "amx")
+NUMA = ("split", "off")
+BACKENDS = ("native",)
+_MAX_THREADS = 4096
+
+# Replace, devices that exist -> complete options.
+OptionParser = Callable[[Replace, Sequence[str]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class OpSchema:
+    """One operator as the rules know it."""
+
+    parse: OptionParser
+    # Whether the operator builds everything below the module itself, so that no rule may look there.
+    owns_subtree: bool = True
+    # Whether it can only take the place of a MoE block.
+    needs_moe_block: bool = False
+
+
+def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
+    """``experts: {device, format, isa, numa, threads, backend}``, defaults filled in."""
+    if replace.kwargs is not None:
+        replace.kwargs.where.fail("op 'moe' takes no 'kwargs'; its options stand under 'experts'")
+    experts = replace.experts or Value({}, replace.where)
+    check_keys(experts, "'experts'", ("device", *EXPERT_KEYS))
+    get = experts.mapping("'experts'").get
+    device = check_device(get("device"), experts.where, devices, "experts: device")
+    if device != "cpu":
+        # Tiers of experts on a GPU are not written yet; a rule must not promise them.
+        (get("device") or experts).where.fail(f"experts on '{device}' are not supported; write 'device: cpu'")
+    return {
+        "experts": {
+            "device": device,
+            "format": _format(get("format")),
+            "isa": _word(get("isa"), "isa", ISAS),
+            "numa": _word(get("numa"), "numa", NUMA),
+            "threads": _threads(get("threads")),
+            "backend": _word(get("backend"), "backend", BACKENDS),
+        }
+    }
+
+
+def keep_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
+    for given, key in ((replace.experts, "experts"), (replace.kwargs, "kwargs")):
+        if given is not None:
+            given.where.fail(f"op 'keep' takes no '{key}': it leaves the module as it is")
+    return {}
+
+
+def free_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
+    """``kwargs`` as they are: a user's operator, or one of another package, checks them itself."""
+    if replace.experts is not None:
+        replace.experts.where.fail("'experts' belongs to op 'moe'; options of other operators go in 'kwargs'")
+    return dict(replace.kwargs.plain()) if replace.kwargs is not None else {}
+
+
+BUILTIN: Mapping[str, OpSchema] = {
+    "moe": OpSchema(moe_options, needs_moe_block=True),
+    "keep": OpSchema(keep_options, owns_subtree=False),
+}
+FOREIGN = OpSchema(free_options)
+
+
+def find_schema(replace: Replace, known: Mapping[str, OpSchema]) -> OpSchema:
+    """The schema of a rule's operator. Raises InputError for an operator that nobody registered."""
+    if replace.op is None:
+        return FOREIGN
+    name = replace.op.data
+    if name not in known:
+        hint = did_you_mean(name, known) or f"; the operators are: {listed(sorted(known))}"
+        replace.op.where.fail(f"unknown op '{name}'{hint}")
+    return known[name]
+
+
+def schemas_for(names: Sequence[str]) -> dict[str, OpSchema]:
+    """Schemas of registered operators by name; those that this package does not know take ``kwargs``."""
+    return {**BUILTIN, **{name: BUILTIN.get(name, FOREIGN) for name in names}}
+
+
+def _format(value: Value | None) -> str:
+    if value is None:
+        return DEFAULT_FORMAT
+    from hetero.formats import parse_format
+
+    text = value.string("'format'")
+    try:
+        parse_format(text)
+    except InputError as error:
+        value.where.fail(f"experts: {error}")
+    return text
+
+
+def _word(value: Value | None, key: str, words: Sequence[str]) -> str:
+    """One of a list of words; the first is the default."""
+    if value is None:
+        return words[0]
+    if value.data not in words:
+        shown = value.text or value.kind
+        hint = did_you_mean(shown, words) or f"; it is one of {listed(words)}"
+        value.where.fail(f"experts: unknown {key} '{shown}'{hint}")
+    return str(value.data)
+
+
+def _threads(value: Value | None) -> int | None:
+    if value is None:
+        return None
+    count = value.data
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MAX_THREADS:
+        value.where.fail(f"experts: 'threads' must be a number from 1 to {_MAX_THREADS}, not {value.kind}")
+    return count
