@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hetero.core import ExpertSpec, HeteroError, InputError, ModuleInfo
+from hetero.core import MOE_BLOCK, ExpertSpec, HeteroError, InputError, ModuleInfo
 from hetero.model import hf
 from torch import nn
 
@@ -299,12 +299,17 @@ def describe(model: nn.Module) -> list[ModuleInfo]:
         while parent:
             parent = parent.rpartition(".")[0]
             total[parent] += count
+    sites = find_moe(model)
+    blocks = {site.name for site in sites}
+    specs = {site.experts_name: site.spec for site in sites}
     infos = []
     for name, module in model.named_modules():
         classes = tuple(base.__name__ for base in type(module).__mro__ if base is not object)
+        if name in blocks:
+            classes = (*classes, MOE_BLOCK)
         found = _LAYER.search(name)
         layer = int(found.group(1)) if found else None
-        infos.append(ModuleInfo(name, classes, layer, total[name], own[name]))
+        infos.append(ModuleInfo(name, classes, layer, total[name], own[name], specs.get(name)))
     return infos
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero.core import InputError
+from hetero.formats import parse_format
 from hetero.rules.devices import check_device
 from hetero.rules.schema import EXPERT_KEYS, Replace, check_keys
 from hetero.rules.source import Value, did_you_mean, listed
@@ -95,8 +96,6 @@ def schemas_for(names: Sequence[str]) -> dict[str, OpSchema]:
 def _format(value: Value | None) -> str:
     if value is None:
         return DEFAULT_FORMAT
-    from hetero.formats import parse_format
-
     text = value.string("'format'")
     try:
         parse_format(text)
