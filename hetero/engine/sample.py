@@ -117,19 +117,21 @@ def _leading(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 class Sampler:
     """Draws the tokens of one request; owns its random stream and the set of tokens that it has seen."""
 
-    def __init__(self, params: SamplingParams, vocabulary: int, prompt: Iterable[int] = ()) -> None:
+    def __init__(self, params: SamplingParams, prompt: Iterable[int] = ()) -> None:
         self.params = params
         self.seed = params.seed if params.seed is not None else secrets.randbits(48)
         self._random = torch.Generator(device="cpu").manual_seed(self.seed)
+        self._prompt = tuple(prompt)
         self._seen: Tensor | None = None
-        if params.repetition_penalty != 1.0:
-            self._seen = torch.zeros(vocabulary, dtype=torch.bool)
-            self._seen[torch.tensor(list(prompt), dtype=torch.long)] = True
 
     def pick(self, logits: Tensor) -> int:
         """The next token for logits [V]. Raises HeteroError when they are not finite where it matters."""
         scores = logits.detach().to("cpu", torch.float32)
-        if self._seen is not None:
+        if self.params.repetition_penalty != 1.0:
+            if self._seen is None:
+                # The size comes from the logits: some heads are padded beyond the configured vocabulary.
+                self._seen = torch.zeros(scores.numel(), dtype=torch.bool)
+                self._seen[torch.tensor(self._prompt, dtype=torch.long)] = True
             scores = penalise(scores, self._seen, self.params.repetition_penalty)
         best, index = torch.max(scores, dim=0)
         if not math.isfinite(float(best)):

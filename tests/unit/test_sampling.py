@@ -84,7 +84,7 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     """Chi-square over a small vocabulary: the bound is the 1 - 1e-6 quantile, and the seed is fixed."""
     logits = torch.tensor([1.0, 0.5, 0.0, -0.5, 2.0, 1.5, -1.0, 0.2, 0.7, -3.0])
     want = reference(logits.tolist(), params)
-    sampler = Sampler(params, 10)
+    sampler = Sampler(params)
     draws = 6000
     seen = Counter(sampler.pick(logits) for _ in range(draws))
     assert set(seen) <= set(want)
@@ -102,40 +102,40 @@ def test_a_seed_repeats_and_another_differs() -> None:
     logits = torch.zeros(50)
 
     def run(seed: int) -> list[int]:
-        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), 50)
+        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed))
         return [sampler.pick(logits) for _ in range(30)]
 
     assert run(5) == run(5)
     assert run(5) != run(6)
-    fresh = Sampler(SamplingParams(temperature=1.0), 50)
-    again = Sampler(SamplingParams(temperature=1.0, seed=fresh.seed), 50)
+    fresh = Sampler(SamplingParams(temperature=1.0))
+    again = Sampler(SamplingParams(temperature=1.0, seed=fresh.seed))
     assert [fresh.pick(logits) for _ in range(30)] == [again.pick(logits) for _ in range(30)]
 
 
 def test_greedy_ignores_filters_and_takes_the_first_of_equals() -> None:
     logits = torch.tensor([0.0, 3.0, 3.0, -1.0])
-    assert Sampler(SamplingParams(top_k=1, top_p=0.1, min_p=0.9), 4).pick(logits) == 1
+    assert Sampler(SamplingParams(top_k=1, top_p=0.1, min_p=0.9)).pick(logits) == 1
 
 
 def test_repetition_penalty_pushes_both_signs_down_and_counts_prompt_and_output() -> None:
     logits = torch.tensor([2.0, -2.0, 1.9, 1.5])
     seen = torch.tensor([True, True, False, False])
     assert penalise(logits, seen, 2.0).tolist() == pytest.approx([1.0, -4.0, 1.9, 1.5])
-    sampler = Sampler(SamplingParams(repetition_penalty=2.0), 4, prompt=[0, 1])
+    sampler = Sampler(SamplingParams(repetition_penalty=2.0), prompt=[0, 1])
     assert [sampler.pick(logits) for _ in range(3)] == [2, 3, 0]
 
 
 def test_not_a_number_is_an_error_not_a_token() -> None:
     for params in (SamplingParams(), SamplingParams(temperature=1.0)):
         with pytest.raises(HeteroError, match="not finite"):
-            Sampler(params, 3).pick(torch.tensor([0.0, math.nan, 1.0]))
+            Sampler(params).pick(torch.tensor([0.0, math.nan, 1.0]))
         with pytest.raises(HeteroError, match="not finite"):
-            Sampler(params, 3).pick(torch.full((3,), -math.inf))
+            Sampler(params).pick(torch.full((3,), -math.inf))
 
 
 def test_forbidden_tokens_are_never_drawn() -> None:
     logits = torch.tensor([-math.inf, 0.0, -math.inf, 0.0])
-    sampler = Sampler(SamplingParams(temperature=1.0, seed=0), 4)
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=0))
     assert {sampler.pick(logits) for _ in range(200)} == {1, 3}
 
 
