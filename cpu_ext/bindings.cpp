@@ -1,0 +1,150 @@
+// The Python face of the extension. Tensors arrive as addresses: hetero/cpu.py checks shapes, types and
+// contiguity, keeps the tensors alive during the call, and is the only caller.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <pthread.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "dispatch.h"
+#include "moe.h"
+
+namespace nb = nanobind;
+
+void bind_kernels(nb::module_& m);
+
+namespace hetero {
+namespace {
+
+// The one context of the process. Fork handlers have no argument, so it needs a name at file scope.
+Context* process_context = nullptr;
+
+Context& context() {
+  if (process_context == nullptr) throw std::runtime_error("the extension is not initialised");
+  return *process_context;
+}
+
+void before_fork() { process_context->lock.lock(); }
+void after_fork_in_parent() { process_context->lock.unlock(); }
+void after_fork_in_child() {
+  process_context->pool->after_fork_in_child();
+  process_context->lock.unlock();
+}
+
+void set_threads(int threads) {
+  if (threads < 1) throw std::invalid_argument("threads must be at least 1");
+  nb::gil_scoped_release release;
+  std::lock_guard<std::mutex> hold(context().lock);
+  if (context().pool->threads() == threads) return;
+  Pool* fresh = new Pool(threads);
+  delete context().pool;
+  context().pool = fresh;
+}
+
+// At interpreter exit no thread of ours may outlive the module; a later step runs on its caller alone.
+void shut_down() { set_threads(1); }
+
+template <class T>
+const T* address(uintptr_t value) {
+  return reinterpret_cast<const T*>(value);
+}
+
+}  // namespace
+}  // namespace hetero
+
+NB_MODULE(_cpu, m) {
+  using namespace hetero;
+  nb::set_leak_warnings(false);
+  process_context = new Context(1);
+  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+
+  m.def("isa_names", &isa_names, nb::arg("with_twin"));
+  m.def("best_isa", &best_isa_name);
+  m.def("check_isa", [](const std::string& name) { choose_isa(name); });
+  m.def("kernel_counts", &kernel_counts);
+  m.def("reset_kernel_counts", &reset_kernel_counts);
+  m.def("set_threads", &set_threads);
+  m.def("threads", [] { return context().pool->threads(); });
+  m.def("shut_down", &shut_down);
+  // Runs `chunks` chunks of `microseconds` of busy work; chunk `failing` throws (-1: none). For tests.
+  m.def("pool_exercise", [](int64_t chunks, int64_t microseconds, int64_t failing) {
+    struct Job {
+      int64_t microseconds, failing;
+      std::atomic<int64_t> done{0};
+    } job;
+    job.microseconds = microseconds;
+    job.failing = failing;
+    auto chunk_of_work = [](void* ctx, int64_t chunk, int) {
+      Job& j = *static_cast<Job*>(ctx);
+      if (chunk == j.failing) throw std::runtime_error("chunk " + std::to_string(chunk) + " failed");
+      timespec start, t;
+      clock_gettime(CLOCK_MONOTONIC, &start);
+      do {
+        clock_gettime(CLOCK_MONOTONIC, &t);
+      } while ((t.tv_sec - start.tv_sec) * 1000000 + (t.tv_nsec - start.tv_nsec) / 1000 < j.microseconds);
+      j.done.fetch_add(1, std::memory_order_relaxed);
+    };
+    const Phase phases[2] = {{chunks, chunk_of_work, &job}, {chunks, chunk_of_work, &job}};
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> hold(context().lock);
+    context().pool->run(phases, 2);
+    return job.done.load();
+  });
+
+  nb::class_<Experts>(m, "Experts")
+      .def(
+          "__init__",
+          [](Experts* self, const std::string& isa, int32_t format, int32_t group, int64_t experts,
+             int64_t hidden, int64_t intermediate, bool bias, int32_t kind, bool gate, float alpha,
+             float gate_max, float up_limit, float act_max, float up_offset) {
+            const Act act = {kind, gate, alpha, gate_max, up_limit, act_max, up_offset};
+            new (self) Experts({experts, hidden, intermediate, format, group, bias, act}, choose_isa(isa));
+          },
+          nb::arg("isa"), nb::arg("format"), nb::arg("group"), nb::arg("experts"), nb::arg("hidden"),
+          nb::arg("intermediate"), nb::arg("bias"), nb::arg("kind"), nb::arg("gate"), nb::arg("alpha"),
+          nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("act_max"), nb::arg("up_offset"))
+      .def_prop_ro("nbytes", &Experts::nbytes)
+      .def_prop_ro("stride", &Experts::stride)
+      .def_prop_ro("address", [](const Experts& e) { return reinterpret_cast<uintptr_t>(e.data()); })
+      .def("put",
+           [](Experts& e, int64_t expert, int32_t part, uintptr_t data, int32_t type, int64_t rows,
+              int64_t cols) {
+             nb::gil_scoped_release release;
+             e.put(context(), expert, static_cast<Experts::Part>(part), address<void>(data),
+                   static_cast<DType>(type), rows, cols);
+           })
+      .def("forward",
+           [](const Experts& e, uintptr_t x, int32_t type, uintptr_t ids, bool wide, int64_t tokens,
+              int64_t slots, uintptr_t weights, uintptr_t out) {
+             nb::gil_scoped_release release;
+             e.forward(context(), address<void>(x), static_cast<DType>(type),
+                       {address<void>(ids), wide, tokens, slots}, address<float>(weights),
+                       reinterpret_cast<float*>(out));
+           })
+      .def("gate_up",
+           [](const Experts& e, uintptr_t x, int32_t type, uintptr_t ids, bool wide, int64_t tokens,
+              int64_t slots, uintptr_t out) {
+             nb::gil_scoped_release release;
+             e.gate_up(context(), address<void>(x), static_cast<DType>(type),
+                       {address<void>(ids), wide, tokens, slots}, reinterpret_cast<float*>(out));
+           })
+      .def("down", [](const Experts& e, uintptr_t h, int32_t type, uintptr_t ids, bool wide, int64_t tokens,
+                      int64_t slots, uintptr_t out) {
+        nb::gil_scoped_release release;
+        e.down(context(), address<void>(h), static_cast<DType>(type),
+               {address<void>(ids), wide, tokens, slots}, reinterpret_cast<float*>(out));
+      });
+  m.def("experts_bytes", [](int32_t format, int32_t group, int64_t experts, int64_t hidden,
+                            int64_t intermediate, bool bias, bool gate) {
+    Act act = {};
+    act.has_gate = gate;
+    return experts * Experts::expert_bytes({experts, hidden, intermediate, format, group, bias, act});
+  });
+#ifdef HETERO_BIND_KERNELS
+  bind_kernels(m);
+#endif
+}

@@ -1,0 +1,140 @@
+// The routed experts of one MoE block as one operator: gate and up, activation, down, weighted sum.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "arena.h"
+#include "kernels.h"
+#include "pool.h"
+
+namespace hetero {
+
+// Type of a tensor that the caller hands in.
+enum class DType : int32_t { kF32 = 0, kBf16 = 1, kF16 = 2 };
+
+// Calls of each kernel: one per (expert, projection) of a step. Read and reset at any time.
+struct KernelCounters {
+  std::atomic<uint64_t> calls[kFormats][kRowClasses] = {};
+};
+
+// An instruction set as it can be used on this machine: its table and the counters of its kernels.
+struct IsaChoice {
+  const IsaTable* table;
+  KernelCounters* counters;
+};
+
+// By how many rows an expert has in a step: up to gemv_rows GEMV, up to gemm_rows exact GEMM, else bulk.
+// Steps of at most kExactRows tokens never use bulk.
+struct RowThresholds {
+  int64_t gemv_rows = 4;
+  int64_t gemm_rows = 8;
+};
+
+struct ExpertsConfig {
+  int64_t experts, hidden, intermediate;
+  int32_t format, group;
+  bool has_bias;
+  Act act;
+};
+
+// A packed activation store: rows of k_pad values in the form that the format needs.
+struct RowStore {
+  int64_t k_pad = 0;
+  int8_t* q = nullptr;
+  float* scale = nullptr;
+  int32_t* sum = nullptr;
+  float* f32 = nullptr;
+  Rows at(int64_t row, int64_t rows) const;
+  static size_t bytes(bool quantised, int64_t rows, int64_t k_pad);
+  static RowStore carve(uint8_t** cursor, bool quantised, int64_t rows, int64_t k_pad);
+};
+
+// What a step needs beside the weights. Shared by all operators, guarded by Context::lock; it grows to the
+// largest step seen and is reused, so a step allocates nothing after the first of its size.
+struct Workspace {
+  struct Group {  // one expert's pairs: order[first .. first + rows)
+    int32_t expert;
+    int64_t first, rows;
+  };
+  struct Item {  // output units [unit, unit + units) of rows [row, row + rows) of a group
+    int32_t group;
+    int64_t row, rows, unit, units;
+  };
+  std::vector<int64_t> counts;    // per expert, then its first position
+  std::vector<int32_t> order;     // position -> pair (token * slots + slot), sorted by expert, then pair
+  std::vector<int32_t> position;  // pair -> position, -1 where the pair is skipped
+  std::vector<Group> groups;
+  std::vector<int32_t> by_size;
+  std::vector<Item> up_items, down_items;
+  Arena memory;
+};
+
+// One pool and one workspace for all operators of the process, passed to every step.
+struct Context {
+  explicit Context(int threads) : pool(new Pool(threads)) {}
+  ~Context() { delete pool; }
+  std::mutex lock;  // held during a step, a change of the pool, and a fork
+  Pool* pool;
+  Workspace workspace;
+  RowThresholds thresholds;
+};
+
+// ids of `pairs` = tokens * slots expert numbers; any outside [0, experts) is skipped.
+struct Routing {
+  const void* ids;
+  bool wide;  // int64, else int32
+  int64_t tokens, slots;
+};
+
+class Experts {
+ public:
+  enum Part : int32_t {
+    kGate = 0,
+    kUp = 1,
+    kDown = 2,
+    kGateBias = 3,
+    kUpBias = 4,
+    kDownBias = 5,
+    kParts = 6
+  };
+
+  // Throws std::bad_alloc when the arena cannot be mapped.
+  Experts(const ExpertsConfig& config, IsaChoice isa);
+
+  static int64_t expert_bytes(const ExpertsConfig& config);
+  int64_t nbytes() const { return expert_bytes_ * config_.experts; }
+  const ExpertsConfig& config() const { return config_; }
+  const uint8_t* data() const { return arena_.data(); }
+  int64_t stride() const { return expert_bytes_; }
+
+  // Packs one matrix (row_stride and col_stride in elements) or bias of an expert. Throws
+  // std::invalid_argument when the part cannot be packed. Different parts may be put at the same time.
+  void put(Context& context, int64_t expert, Part part, const void* data, DType type, int64_t row_stride,
+           int64_t col_stride);
+
+  // out [tokens, hidden] float32 = sum over slots, in slot order, of weight * expert(x). x [tokens, hidden].
+  void forward(Context& context, const void* x, DType type, const Routing& routing, const float* weights,
+               float* out) const;
+  // out [tokens, slots, 2 * intermediate] (gate, then up; up alone without a gate), biases included.
+  void gate_up(Context& context, const void* x, DType type, const Routing& routing, float* out) const;
+  // h [tokens, slots, intermediate] -> out [tokens, slots, hidden], bias included, not weighted.
+  void down(Context& context, const void* h, DType type, const Routing& routing, float* out) const;
+
+ private:
+  friend struct Step;
+  const uint8_t* expert(int64_t e) const { return arena_.data() + e * expert_bytes_; }
+  const float* bias(int64_t e, Part part) const;
+
+  ExpertsConfig config_;
+  IsaChoice isa_;
+  bool quantised_;
+  int mats_;  // matrices before down: 2, or 1 without a gate
+  Layout up_, down_;
+  int64_t down_offset_ = 0, bias_offset_ = 0, expert_bytes_ = 0;
+  Arena arena_;
+};
+
+}  // namespace hetero

@@ -1,0 +1,249 @@
+"""The routed experts on the CPU: the typed face of the extension, and its only importer."""
+
+from __future__ import annotations
+
+import atexit
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hetero import _cpu
+from hetero.config import settings
+from hetero.core import ActKind, ExpertSpec, InputError, MachineError
+from hetero.formats import Format
+from hetero.hw import cpu as hw_cpu
+from hetero.hw import memory
+
+Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
+
+_PARTS: tuple[Part, ...] = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KINDS = {kind: number for number, kind in enumerate(ActKind)}  # the order of cpu_ext/kernels.h
+_IDS = {torch.int64: True, torch.int32: False}
+
+
+def isas(*, include_twin: bool = False) -> list[str]:
+    """Instruction sets that this machine can run, simplest first.
+
+    ``include_twin`` adds "amx_twin", the AMX kernels over software tiles, which only tests use.
+    """
+    return _cpu.isa_names(include_twin)
+
+
+def pick_isa(name: str = "auto") -> str:
+    """The instruction set to use. "auto": HETERO_ISA if set, else the best here.
+
+    Raises InputError for a name that does not exist, MachineError saying what this machine lacks.
+    """
+    chosen = settings().isa if name == "auto" else name
+    if chosen == "auto":
+        return _cpu.best_isa()
+    try:
+        _cpu.check_isa(chosen)
+    except ValueError:
+        raise InputError(f"no instruction set '{chosen}'; valid: auto, scalar, avx2, avx512, amx") from None
+    except RuntimeError as error:
+        raise MachineError(
+            f"instruction set '{chosen}': this machine lacks {error}; it has {', '.join(isas())}"
+        ) from None
+    return chosen
+
+
+def kernel_counts() -> dict[str, int]:
+    """Executed kernels since the last reset: name -> calls, one call an (expert, projection) of a step."""
+    return _cpu.kernel_counts()
+
+
+def reset_kernel_counts() -> None:
+    """Set every count of ``kernel_counts`` to zero."""
+    _cpu.reset_kernel_counts()
+
+
+def set_threads(count: int) -> None:
+    """Threads of the pool that all experts of this process share. Raises InputError below 1."""
+    if count < 1:
+        raise InputError(f"threads must be at least 1, not {count}")
+    _cpu.set_threads(count)
+
+
+def threads() -> int:
+    """Threads of the pool now; physical cores of the affinity mask within the quota unless set."""
+    return _cpu.threads()
+
+
+class CpuExperts:
+    """Packed experts of one MoE block in one arena, and the operator over them.
+
+    ``threads`` sets the pool of the whole process. Raises MachineError when memory or the instruction set is
+    lacking, InputError for a format and shape that cannot be packed.
+    """
+
+    def __init__(
+        self, spec: ExpertSpec, fmt: Format, *, isa: str = "auto", threads: int | None = None
+    ) -> None:
+        self.spec = spec
+        self.format = fmt
+        self.isa = pick_isa(isa)
+        if threads is not None:
+            set_threads(threads)
+        act = spec.activation
+        needed = packed_nbytes(spec, fmt)
+        what = f"{spec.num_experts} experts of {spec.hidden} x {spec.intermediate} in {fmt}"
+        memory.require(needed, what)
+        try:
+            self._experts = _cpu.Experts(
+                isa=self.isa,
+                format=fmt.code,
+                group=fmt.group,
+                experts=spec.num_experts,
+                hidden=spec.hidden,
+                intermediate=spec.intermediate,
+                bias=spec.has_bias,
+                kind=_KINDS[act.kind],
+                gate=spec.has_gate,
+                alpha=act.alpha,
+                gate_max=act.gate_max,
+                up_limit=act.up_limit,
+                act_max=act.act_max,
+                up_offset=act.up_offset,
+            )
+        except MemoryError:
+            have = memory.available()
+            raise MachineError(
+                f"{what}: the system refused {memory.gib(needed)}, "
+                f"{memory.gib(have.bytes)} is available ({have.limit})"
+            ) from None
+        self._parts = [p for p in _PARTS if _has_part(spec, p)]
+        self._put: set[tuple[int, Part]] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed experts."""
+        return self._experts.nbytes
+
+    def put(self, expert: int, part: Part, tensor: Tensor) -> None:
+        """Pack a matrix [N, K] (gate, up: [intermediate, hidden]; down: [hidden, intermediate]) or bias [N].
+
+        ``tensor``: float32, bfloat16 or float16 on the CPU, any strides. Raises InputError on another shape
+        or type, a part that the spec lacks or that was put before, a weight that the format cannot hold.
+        """
+        what = f"expert {expert} {part}"
+        if not 0 <= expert < self.spec.num_experts:
+            raise InputError(f"{what}: there are {self.spec.num_experts} experts")
+        if part not in self._parts:
+            raise InputError(f"{what}: these experts have only {', '.join(self._parts)}")
+        if (expert, part) in self._put:
+            raise InputError(f"{what}: given twice")
+        shape = _part_shape(self.spec, part)
+        if tuple(tensor.shape) != shape:
+            raise InputError(f"{what}: shape {list(tensor.shape)}, must be {list(shape)}")
+        if tensor.dtype not in _DTYPES or tensor.device.type != "cpu":
+            raise InputError(
+                f"{what}: {tensor.dtype} on {tensor.device}, must be float32, bfloat16 or float16 on the CPU"
+            )
+        strides = (*tensor.stride(), 1)
+        try:
+            self._experts.put(
+                expert, _PARTS.index(part), tensor.data_ptr(), _DTYPES[tensor.dtype], strides[0], strides[1]
+            )
+        except ValueError as error:
+            raise InputError(f"{what} in {self.format}: {error}") from None
+        self._put.add((expert, part))
+
+    def missing(self) -> list[tuple[int, Part]]:
+        """Parts that have not been put, by expert."""
+        return [(e, p) for e in range(self.spec.num_experts) for p in self._parts if (e, p) not in self._put]
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Weighted sum of the experts: x [T, hidden], ids [T, k], weights [T, k] -> float32 [T, hidden].
+
+        x is float32, bfloat16 or float16; ids outside [0, experts) contribute zero. The GIL is released.
+        """
+        x, ids = self._checked(x, ids, (ids.shape[0], self.spec.hidden))
+        if weights.shape != ids.shape:
+            raise ValueError(f"weights {list(weights.shape)}, ids {list(ids.shape)}")
+        if weights.dtype != torch.float32 or not weights.is_contiguous():
+            weights = weights.float().contiguous()
+        tokens, slots = ids.shape
+        out = torch.empty(tokens, self.spec.hidden, dtype=torch.float32)
+        self._experts.forward(
+            x.data_ptr(),
+            _DTYPES[x.dtype],
+            ids.data_ptr(),
+            _IDS[ids.dtype],
+            tokens,
+            slots,
+            weights.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+    def gate_up(self, x: Tensor, ids: Tensor) -> Tensor:
+        """First half of a staged step: x [T, hidden], ids [T, k] -> float32 [T, k, 2 * intermediate], gate
+        then up (up alone, [T, k, intermediate], without a gate), biases included; zero where the id is
+        skipped."""
+        x, ids = self._checked(x, ids, (ids.shape[0], self.spec.hidden))
+        tokens, slots = ids.shape
+        width = self.spec.intermediate * (2 if self.spec.has_gate else 1)
+        out = torch.empty(tokens, slots, width, dtype=torch.float32)
+        self._experts.gate_up(
+            x.data_ptr(), _DTYPES[x.dtype], ids.data_ptr(), _IDS[ids.dtype], tokens, slots, out.data_ptr()
+        )
+        return out
+
+    def down(self, h: Tensor, ids: Tensor) -> Tensor:
+        """Second half of a staged step: h [T, k, intermediate], ids [T, k] -> float32 [T, k, hidden], bias
+        included, not weighted; zero where the id is skipped."""
+        h, ids = self._checked(h, ids, (*ids.shape, self.spec.intermediate))
+        tokens, slots = ids.shape
+        out = torch.empty(tokens, slots, self.spec.hidden, dtype=torch.float32)
+        self._experts.down(
+            h.data_ptr(), _DTYPES[h.dtype], ids.data_ptr(), _IDS[ids.dtype], tokens, slots, out.data_ptr()
+        )
+        return out
+
+    def _checked(self, x: Tensor, ids: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """x and ids as the extension reads them: contiguous, of a known type, on the CPU."""
+        if ids.dim() != 2 or x.shape != shape:
+            raise ValueError(f"input {list(x.shape)} with ids {list(ids.shape)}, expected {list(shape)}")
+        if len(self._put) != len(self._parts) * self.spec.num_experts:
+            raise RuntimeError(f"experts are incomplete: {self.missing()[:4]} ... have not been put")
+        if x.device.type != "cpu" or ids.device.type != "cpu":
+            raise ValueError(f"input on {x.device}, ids on {ids.device}: must be on the CPU")
+        x = x if x.dtype in _DTYPES else x.float()
+        if ids.dtype not in _IDS:
+            ids = ids.long()
+        return x.contiguous(), ids.contiguous()
+
+
+def packed_nbytes(spec: ExpertSpec, fmt: Format) -> int:
+    """Bytes of all experts of a block, packed. Raises InputError where the format cannot hold the shape."""
+    try:
+        return _cpu.experts_bytes(
+            fmt.code,
+            fmt.group,
+            spec.num_experts,
+            spec.hidden,
+            spec.intermediate,
+            spec.has_bias,
+            spec.has_gate,
+        )
+    except ValueError as error:
+        raise InputError(f"experts of {spec.hidden} x {spec.intermediate} in {fmt}: {error}") from None
+
+
+def _has_part(spec: ExpertSpec, part: Part) -> bool:
+    if part.endswith("_bias") and not spec.has_bias:
+        return False
+    return spec.has_gate or not part.startswith("gate")
+
+
+def _part_shape(spec: ExpertSpec, part: Part) -> tuple[int, ...]:
+    if part.endswith("_bias"):
+        return (spec.hidden if part == "down_bias" else spec.intermediate,)
+    return (spec.hidden, spec.intermediate) if part == "down" else (spec.intermediate, spec.hidden)
+
+
+_cpu.set_threads(settings().threads or hw_cpu.usable_threads())
+atexit.register(_cpu.shut_down)

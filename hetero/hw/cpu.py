@@ -1,0 +1,83 @@
+"""The processor: its name, the physical cores that this process may use, its cgroup quota."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path("/")
+
+
+def physical_cores(cpus: Iterable[int], root: Path = _ROOT) -> int:
+    """Physical cores behind the logical CPUs ``cpus``; a CPU without topology counts as its own core."""
+    cores = set()
+    for cpu in cpus:
+        siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        try:
+            cores.add(siblings.read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
+
+
+def quota(root: Path = _ROOT) -> float | None:
+    """CPUs' worth of time that the cgroup allows (v2 ``cpu.max``, v1 ``cfs_quota_us``), None if unlimited."""
+    limits = []
+    own = ""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        own = next((line[3:] for line in lines if line.startswith("0::")), "")
+    except OSError:
+        pass
+    parts = [p for p in own.split("/") if p and p != ".."]
+    for i in range(len(parts) + 1):
+        try:
+            allowed, period = root.joinpath("sys/fs/cgroup", *parts[:i], "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            continue
+        if allowed != "max":
+            limits.append(int(allowed) / int(period))
+    v1 = root / "sys/fs/cgroup/cpu"
+    try:
+        allowed_us = int((v1 / "cpu.cfs_quota_us").read_text())
+        period_us = int((v1 / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        allowed_us, period_us = -1, 1
+    if allowed_us > 0:
+        limits.append(allowed_us / period_us)
+    return min(limits, default=None)
+
+
+def usable_threads() -> int:
+    """Threads that make sense for compute: physical cores of the affinity mask, within the quota."""
+    cores = physical_cores(os.sched_getaffinity(0))
+    limit = quota()
+    return max(1, min(cores, int(limit)) if limit is not None else cores)
+
+
+@cache
+def name() -> str:
+    """The processor's name, by py-cpuinfo; the architecture where that knows none. Takes about a second."""
+    import cpuinfo
+
+    return str(cpuinfo.get_cpu_info().get("brand_raw") or platform.machine())
+
+
+def identity() -> dict[str, Any]:
+    """What a result file must carry to be compared: CPU, cores, memory, kernel, date (UTC)."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": name(),
+        "logical_cpus": len(os.sched_getaffinity(0)),
+        "physical_cores": physical_cores(os.sched_getaffinity(0)),
+        "cpu_quota": quota(),
+        "memory_bytes": pages,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }

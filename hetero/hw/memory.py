@@ -1,0 +1,113 @@
+"""Memory that this process may still use: the least of MemAvailable and the limits of its cgroups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero.core import MachineError
+
+_UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 where there is no limit
+
+
+@dataclass(frozen=True, slots=True)
+class Available:
+    """Bytes that can still be used, and what sets the limit, in words for a message."""
+
+    bytes: int
+    limit: str
+
+
+def available(root: Path = Path("/")) -> Available:
+    """Available memory as the tree under ``root`` tells it (``proc`` and ``sys/fs/cgroup``).
+
+    Page cache counts as free, since the kernel gives it up under pressure. Raises MachineError where nothing
+    can be read.
+    """
+    found = [*_meminfo(root), *_cgroup_v2(root), *_cgroup_v1(root)]
+    if not found:
+        raise MachineError("cannot read the available memory from /proc/meminfo or /sys/fs/cgroup")
+    return min(found, key=lambda a: a.bytes)
+
+
+def require(needed: int, what: str, root: Path = Path("/")) -> None:
+    """Raises MachineError when fewer than ``needed`` bytes are available for ``what``."""
+    have = available(root)
+    if needed > have.bytes:
+        raise MachineError(
+            f"{what} needs {gib(needed)} of memory, {gib(have.bytes)} is available ({have.limit}); "
+            "a smaller weight format or fewer experts on the CPU need less"
+        )
+
+
+def gib(n: int) -> str:
+    """Bytes for a reader: GiB from one up, else MiB, with the exact count."""
+    return f"{n / 2**30:.2f} GiB ({n} bytes)" if n >= 2**30 else f"{n / 2**20:.1f} MiB ({n} bytes)"
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def _read_int(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _meminfo(root: Path) -> list[Available]:
+    for line in (_read(root / "proc/meminfo") or "").splitlines():
+        key, _, rest = line.partition(":")
+        if key == "MemAvailable":
+            return [Available(int(rest.split()[0]) * 1024, "MemAvailable of /proc/meminfo")]
+    return []
+
+
+def _own_cgroups(root: Path, controller: str) -> str:
+    """Path of this process in the v2 hierarchy (controller "") or in a v1 controller's; "/" if unknown."""
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        parts = line.split(":", 2)
+        if len(parts) == 3 and (controller in parts[1].split(",")):
+            return parts[2]
+    return "/"
+
+
+def _levels(base: Path, own: str) -> list[Path]:
+    """Folders from the process's own cgroup up to the mount. In a container the path may name the host's
+    hierarchy, which is not visible there: what does not exist is left out."""
+    parts = [p for p in own.split("/") if p and p != ".."]
+    return [p for i in range(len(parts), -1, -1) if (p := base.joinpath(*parts[:i])).is_dir()]
+
+
+def _stat(path: Path, key: str) -> int:
+    for line in (_read(path) or "").splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return int(value)
+    return 0
+
+
+def _cgroup_v2(root: Path) -> list[Available]:
+    found = []
+    for level in _levels(root / "sys/fs/cgroup", _own_cgroups(root, "")):
+        limit = _read_int(level / "memory.max")
+        used = _read_int(level / "memory.current")
+        if limit is None or used is None:
+            continue
+        free = limit - used + _stat(level / "memory.stat", "inactive_file")
+        found.append(Available(max(0, free), f"cgroup limit of {limit} bytes"))
+    return found
+
+
+def _cgroup_v1(root: Path) -> list[Available]:
+    found = []
+    for level in _levels(root / "sys/fs/cgroup/memory", _own_cgroups(root, "memory")):
+        limit = _read_int(level / "memory.limit_in_bytes")
+        used = _read_int(level / "memory.usage_in_bytes")
+        if limit is None or used is None or limit >= _UNLIMITED:
+            continue
+        free = limit - used + _stat(level / "memory.stat", "total_inactive_file")
+        found.append(Available(max(0, free), f"cgroup limit of {limit} bytes"))
+    return found
