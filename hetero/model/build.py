@@ -103,7 +103,8 @@ def _check_fields(data: dict[str, Any], config_class: Any, where: str, prefix: s
     for name in _SHAPING_FIELDS:
         if name not in fields:
             continue
-        spellings = {name} | {alias for alias, field in aliases.items() if field == name}
+        stored = aliases.get(name, name)
+        spellings = {stored, *(alias for alias, field in aliases.items() if field == stored)}
         if not spellings & data.keys():
             raise InputError(f"{where}: field '{prefix}{name}' is absent; {config_class.model_type} needs it")
 
@@ -316,7 +317,7 @@ def describe(model: nn.Module) -> list[ModuleInfo]:
 def dense_bytes(model: nn.Module, dtype: torch.dtype, experts_names: Iterable[str] = ()) -> int:
     """Bytes that everything but the experts takes, tied weights counted once."""
     inside = tuple(f"{name}." for name in experts_names)
-    plan = _float32_names(model, dtype)
+    plan = float32_names(model, dtype)
     total = 0
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not name.startswith(inside):
@@ -324,7 +325,7 @@ def dense_bytes(model: nn.Module, dtype: torch.dtype, experts_names: Iterable[st
     return total
 
 
-def _float32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+def float32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
     """Pattern of the parameters that transformers keeps in float32 when the rest is of ``dtype``."""
     patterns = model._get_dtype_plan(dtype)
     if not patterns:

@@ -1,7 +1,7 @@
 """Where a model's tensors come from: a folder of safetensors files.
 
-Only headers are read when a checkpoint is opened, and all are checked against their files before any weight is
-read. Tensors are read with ``pread`` into memory of their own: a memory map would count the whole checkpoint in
+Only headers are read when a checkpoint is opened, and they are checked against their files before any weight
+is read. Tensors are read with ``pread`` into their own memory: a map would count the whole checkpoint in
 the process's resident memory, beside the packed weights.
 """
 
