@@ -210,6 +210,7 @@ def parse_layers(value: Value) -> Layers:
         found = re.fullmatch(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?", word, re.ASCII)
         if found is None:
             where.fail(f"'{word}' is no layer range; write 5, 0-47 or 0-3,8")
+        assert found is not None  # fail() does not return
         first = int(found[1])
         last = int(found[2] or first)
         if last < first:

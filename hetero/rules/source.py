@@ -149,6 +149,7 @@ def _convert(node: yaml.Node, file: str, depth: int) -> Value:
         return _convert_mapping(node, file, where, depth)
     if isinstance(node, yaml.SequenceNode):
         return Value([_convert(child, file, depth + 1) for child in node.value], where)
+    assert isinstance(node, yaml.ScalarNode)  # a composed node is one of three
     text = str(node.value)
     if node.tag.startswith("!") or (node.tag == "tag:yaml.org,2002:binary"):
         where.fail(f"tags ({node.tag}) are not part of the grammar")

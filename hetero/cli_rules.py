@@ -1,0 +1,226 @@
+"""``hetero rules``: check, explain, list and migrate rule files. Loads torch only where a model is built.
+
+Errors are raised as HeteroError; ``hetero.cli`` tells them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hetero.core import InputError
+from hetero.rules import Placement, RuleSet, load_rules, match
+from hetero.rules.defaults import default_rules_for, shipped
+from hetero.rules.devices import parse_devices
+from hetero.rules.explain import DENSE_BYTES, Line, explain, group, human, totals
+from hetero.rules.migrate import migrate
+from hetero.rules.options import schemas_for
+from hetero.rules.source import did_you_mean, listed
+from hetero.rules.variables import parse_set
+
+if TYPE_CHECKING:
+    from hetero.core import ModuleInfo
+
+app = typer.Typer(
+    help="Check, explain, list and migrate rule files.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Override a variable of the file.")
+]
+DevicesOption = Annotated[
+    str | None,
+    typer.Option("--devices", metavar="LIST", help="Assume these devices, e.g. cpu,cuda:0; else those here."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def check(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A rule file, or the name of a shipped one.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a config.json or synthetic:NAME.")],
+    *,
+    set_: SetOption = None,
+    devices: DevicesOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a rule file against a model; no weight is read."""
+    _, placement, modules = _place(file, model, set_, devices)
+    replaced = list(placement.replacements())
+    for note in placement.notes:
+        Console(stderr=True).print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
+    if as_json:
+        _print_json(
+            {
+                "ok": True,
+                "file": placement.ruleset.file,
+                "modules": len(modules),
+                "replaced": len(replaced),
+                "notes": list(placement.notes),
+            }
+        )
+    else:
+        typer.echo(f"{placement.ruleset.file}: {len(modules)} modules, {len(replaced)} replaced")
+
+
+@app.command("explain")
+def explain_command(
+    first: Annotated[
+        str, typer.Argument(metavar="[FILE] MODEL", help="A rule file (default: the model's), and the model.")
+    ],
+    second: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    *,
+    set_: SetOption = None,
+    devices: DevicesOption = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of dense weights; by default float32 on the CPU and bfloat16 on a GPU."),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Show modules without weights too.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print module, rule, operator, device and bytes, and the totals of each device."""
+    if dtype is not None and dtype not in DENSE_BYTES:
+        hint = did_you_mean(dtype, DENSE_BYTES) or f"; it is one of {listed(DENSE_BYTES)}"
+        raise InputError(f"--dtype {dtype}: unknown{hint}")
+    file, model = (None, first) if second is None else (first, second)
+    model_type, placement, modules = _place(file, model, set_, devices)
+    lines = explain(placement, modules, dtype)
+    if as_json:
+        _print_json(
+            {
+                "file": placement.ruleset.file,
+                "model_type": model_type,
+                "variables": dict(placement.ruleset.variables),
+                "modules": [line.as_dict() for line in lines],
+                "totals": totals(lines),
+                "notes": list(placement.notes),
+            }
+        )
+    else:
+        _print_table(placement, model_type, lines, every)
+
+
+@app.command("list")
+def list_command(as_json: JsonOption = False) -> None:
+    """List the shipped rule files, the model types that each claims and its variables."""
+    files = shipped()
+    if as_json:
+        _print_json([_shipped_dict(one.name, one.path, one.rules) for one in files])
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("file", "models", "variables", "description"):
+        table.add_column(column, overflow="fold")
+    for one in files:
+        variables = " ".join(f"{name}={value}" for name, value in one.rules.variables.items())
+        table.add_row(one.name, listed(one.rules.models or ("any",)), variables, one.rules.description)
+    _console().print(table)
+
+
+@app.command("migrate")
+def migrate_command(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A KTransformers rule file.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="OUT", help="Write here, not to the terminal.")
+    ] = None,
+) -> None:
+    """Turn a KTransformers rule file into one of ours; exit 2 if a line has no counterpart."""
+    result = migrate(source)
+    if output is None:
+        typer.echo(result.text, nl=False)
+    else:
+        try:
+            output.write_text(result.text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{output}: cannot be written: {error.strerror}") from None
+    for note in result.notes:
+        typer.echo(f"note: {note}", err=True)
+    for lost in result.lost:
+        typer.echo(f"not migrated: {lost}", err=True)
+    if result.lost:
+        raise typer.Exit(2)
+
+
+def _place(
+    file: str | None, model: str, sets: list[str] | None, devices: str | None
+) -> tuple[str, Placement, list[ModuleInfo]]:
+    """Model type, placement and tree of a model under a rule file, or under the model's default one."""
+    overrides = parse_set(sets or [])
+    assumed = parse_devices(devices) if devices else None
+    ruleset = load_rules(file, overrides) if file is not None else None
+
+    # Only here does torch start: all that needs no model is checked by now.
+    from hetero.model.build import build_meta, describe, load_config
+    from hetero.model.shapes import resolve_model
+
+    config_data = resolve_model(model).config
+    model_type = str(config_data.get("model_type", ""))
+    there = assumed or _real_devices()
+    if ruleset is None:
+        has_gpu = any(device.startswith("cuda") for device in there)
+        ruleset = load_rules(default_rules_for(model_type, has_gpu), overrides)
+    import torch
+
+    modules = describe(build_meta(load_config(config_data), torch.float32))
+    placement = match(ruleset, modules, devices=there, ops=schemas_for(_known_ops()), model_type=model_type)
+    return model_type, placement, modules
+
+
+def _known_ops() -> list[str]:
+    from hetero.registry import op_names
+
+    return list(op_names())
+
+
+def _real_devices() -> tuple[str, ...]:
+    import torch
+
+    return ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count())))
+
+
+def _console() -> Console:
+    console = Console()
+    # A pipe has no width of its own; folding at 80 columns would break names that a person greps for.
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
+
+
+def _print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=2))
+
+
+def _shipped_dict(name: str, path: Path, rules: RuleSet) -> dict[str, Any]:
+    return {
+        "name": name,
+        "path": str(path),
+        "models": list(rules.models) if rules.models is not None else "any",
+        "variables": dict(rules.variables),
+        "description": rules.description,
+    }
+
+
+def _print_table(placement: Placement, model_type: str, lines: list[Line], every: bool) -> None:
+    console = _console()
+    console.print(f"{placement.ruleset.file} on {model_type}", markup=False, highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for column in ("module", "class", "rule", "op", "device", "format"):
+        table.add_column(column, overflow="fold")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for one in group(lines):
+        line = one.line
+        if not (every or one.bytes or (line.owner is None and line.op != "keep")):
+            continue
+        op = line.op if line.owner is None else f"in {line.op}"
+        table.add_row(
+            one.pattern or "(root)", line.cls, line.rule, op, line.device, line.format, human(one.bytes)
+        )
+    console.print(table)
+    for device, size in totals(lines).items():
+        console.print(f"total {device}: {human(size)} ({size} bytes)", markup=False, highlight=False)
+    for note in placement.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)

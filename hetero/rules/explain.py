@@ -1,0 +1,152 @@
+"""What a placement means: module -> rule -> operator -> device -> bytes, and totals per device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetero.core import ExpertSpec, ModuleInfo
+from hetero.formats import expert_bytes, parse_format
+from hetero.rules.placement import Assignment, Placement
+
+DENSE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One module: what its rule makes of it, and the bytes of its own weights."""
+
+    module: str
+    cls: str
+    rule: str
+    op: str  # the operator, or the one that built the owner
+    device: str
+    format: str  # dtype of dense weights, format of experts; "" where there are no weights
+    bytes: int
+    owner: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "module": self.module,
+            "class": self.cls,
+            "rule": self.rule,
+            "op": self.op,
+            "device": self.device,
+            "format": self.format,
+            "bytes": self.bytes,
+            "owner": self.owner,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules that differ in their numbers only and fare alike."""
+
+    pattern: str  # numbers as {0-47} or {0,4,8}
+    count: int
+    line: Line  # the first of them
+    bytes: int  # of all
+
+
+def default_dtype(device: str) -> str:
+    """The dtype of dense weights where nobody says otherwise."""
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def bytes_of_experts(spec: ExpertSpec, fmt: str) -> int:
+    """Bytes of all packed experts of one block."""
+    one = expert_bytes(
+        parse_format(fmt), spec.hidden, spec.intermediate, has_gate=spec.has_gate, has_bias=spec.has_bias
+    )
+    return spec.num_experts * one
+
+
+def explain(placement: Placement, modules: Sequence[ModuleInfo], dtype: str | None = None) -> list[Line]:
+    """One line per module that has an assignment. ``dtype``: of dense weights on every device; None:
+    ``default_dtype`` of each. Weights of experts that op "moe" takes are counted in their packed format."""
+    lines = []
+    for module in modules:
+        assignment = placement.by_module.get(module.name)
+        if assignment is not None:
+            lines.append(_line(module, assignment, placement.by_module, dtype))
+    return lines
+
+
+def totals(lines: Sequence[Line]) -> dict[str, int]:
+    """Bytes per device, the CPU first."""
+    found: dict[str, int] = {}
+    for line in lines:
+        found[line.device] = found.get(line.device, 0) + line.bytes
+    return dict(sorted(found.items(), key=lambda item: (item[0] != "cpu", item[0])))
+
+
+def group(lines: Sequence[Line]) -> list[Group]:
+    """Fold modules that differ in numbers only and have the same class, rule, operator, device and format."""
+    folded: dict[tuple[str, ...], list[Line]] = {}
+    for line in lines:
+        owner = _collapse(line.owner or "")
+        key = (
+            _collapse(line.module),
+            line.cls,
+            line.rule,
+            _collapse(line.op),
+            line.device,
+            line.format,
+            owner,
+        )
+        folded.setdefault(key, []).append(line)
+    return [
+        Group(_pattern([m.module for m in many]), len(many), many[0], sum(m.bytes for m in many))
+        for many in folded.values()
+    ]
+
+
+def human(count: int) -> str:
+    """Bytes for people: 1.5 GiB."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def _line(
+    module: ModuleInfo, assignment: Assignment, by_module: Mapping[str, Assignment], dtype: str | None
+) -> Line:
+    owner = by_module.get(assignment.owner) if assignment.owner else None
+    dense = dtype or default_dtype(assignment.device)
+    fmt, size = (dense, module.own_params * DENSE_BYTES[dense]) if module.own_params else ("", 0)
+    acting = owner or assignment
+    if module.experts is not None and acting.op == "moe":
+        fmt = str(parse_format(acting.options["experts"]["format"]))
+        size = bytes_of_experts(module.experts, fmt)
+    cls = module.classes[0] if module.classes else ""
+    op = acting.op or acting.cls or ""
+    return Line(module.name, cls, assignment.rule.name, op, assignment.device, fmt, size, assignment.owner)
+
+
+def _collapse(name: str) -> str:
+    return re.sub(r"(?<![^.\s])[0-9]+(?![^.])", "*", name)
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """One name for many: numbers that vary become their ranges."""
+    split = [name.split(".") for name in names]
+    parts = []
+    for column in zip(*split, strict=True):
+        values = list(dict.fromkeys(column))
+        parts.append(values[0] if len(values) == 1 else "{" + _ranges([int(v) for v in values]) + "}")
+    return ".".join(parts)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
