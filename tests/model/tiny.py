@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -61,3 +62,26 @@ def tiny(model_type: str, **changes: Any) -> PreTrainedModel:
             if parameter.ndim > 1:
                 parameter.normal_(std=0.25 if "embed" not in name else 1.0)
     return model.eval()
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """Byte-level with few merges: 3 special tokens, 256 bytes, the rest of 300 merged."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=["<|pad|>", "<|start|>", "<|end|>"],
+        show_progress=False,
+    )
+    inner.train_from_iterator(["the whale and the sea 🙂 漢字 the the"] * 10, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>", pad_token="<|pad|>")
+    fast.chat_template = template
+    return fast
