@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from hetero.core import ActKind, Activation, ExpertSpec, InputError
+from hetero.core import Activation, ActKind, ExpertSpec, InputError
 from torch import nn
 
 # Model type -> why hetero does not run it.
@@ -53,10 +53,10 @@ _KINDS = {
 
 
 def expert_spec(experts: nn.Module, config: Any) -> ExpertSpec:
-    """Read shapes and activation off an experts module (which may be on ``meta``) of transformers' interface.
+    """Read shapes and activation off an experts module (which may be on ``meta``) of the interface.
 
-    The activation is found by evaluating the module's own gate on numbers, so that a formula which the kernels
-    do not have is seen: ``staged`` is then set, as it is where a norm follows each expert.
+    The activation is found by evaluating the module's own gate on numbers, so that a formula that the
+    kernels do not have is seen: ``staged`` is then set, as it is where a norm follows each expert.
     """
     m: Any = experts
     rows, columns = m.down_proj.shape[-2:]

@@ -1,0 +1,80 @@
+"""A placement applied to a model's tree: modules give way to operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+import hetero.ops  # noqa: F401  registers the operators of this package
+from hetero.core import HeteroError, InputError
+from hetero.model.loader import ExpertSink
+from hetero.registry import get_op, load_class
+from hetero.rules.placement import Assignment, Placement
+
+
+@dataclass(slots=True)
+class Injected:
+    """What ``apply`` did to a tree."""
+
+    # Dotted name of each experts module -> what the loader hands its weights to.
+    sinks: dict[str, ExpertSink] = field(default_factory=dict)
+    # Dotted name of each replaced module -> its operator, by op name or class path.
+    replaced: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Memory that the experts' backends hold."""
+        backends = (getattr(sink, "backend", None) for sink in self.sinks.values())
+        return sum(backend.nbytes for backend in backends if backend is not None)
+
+
+def apply(model: Any, placement: Placement) -> Injected:
+    """Replace modules of a tree of ``build_meta`` in place, in the order of the tree.
+
+    Make the loader's plan before: it reads shapes of experts that are gone afterwards. Raises InputError for
+    an operator that does not exist or does not fit.
+    """
+    done = Injected()
+    for assignment in placement.replacements():
+        name = assignment.module
+        if not name:
+            raise InputError(f"{assignment.rule.label}: the whole model cannot be replaced; match its parts")
+        path, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(path) if path else model
+        new = _operator(assignment, parent.get_submodule(leaf), model)
+        setattr(parent, leaf, new)
+        done.replaced[name] = assignment.op or assignment.cls or ""
+    for name, module in model.named_modules():
+        if is_sink(module):
+            done.sinks[name] = module
+    return done
+
+
+def _operator(assignment: Assignment, module: nn.Module, model: Any) -> nn.Module:
+    operator = get_op(assignment.op) if assignment.op is not None else load_class(assignment.cls or "")
+    new = operator.from_module(
+        module,
+        name=assignment.module,
+        config=model.config,
+        device=assignment.device,
+        options=assignment.options,
+    )
+    if not isinstance(new, nn.Module):
+        what = assignment.op or assignment.cls
+        raise InputError(f"{assignment.rule.label}: {what} returned {type(new).__name__}, not a torch module")
+    return new
+
+
+def is_sink(module: nn.Module) -> bool:
+    """Whether a module takes experts' weights itself instead of having them as parameters."""
+    return callable(getattr(module, "put", None)) and callable(getattr(module, "missing", None))
+
+
+def assert_loaded(model: nn.Module) -> None:
+    """Raise HeteroError, naming them, when parameters or buffers are still on ``meta``."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    left = [name for name, tensor in tensors if tensor.device.type == "meta"]
+    if left:
+        raise HeteroError(f"left without weights: {', '.join(left[:5])} ({len(left)} tensors)")

@@ -1,0 +1,149 @@
+"""Routed experts as a module: submit tokens, do something else, collect their sum."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hetero.core import ExpertSpec
+from hetero.formats import parse_format
+from hetero.model.moe_types import gate_function
+from hetero.ops.reference import TorchExperts
+
+
+class Backend(Protocol):
+    """What computes experts: ``hetero.cpu.CpuExperts`` or ``TorchExperts``, which describe the methods."""
+
+    def put(self, expert: int, part: Any, tensor: torch.Tensor) -> None: ...
+    def missing(self) -> Sequence[tuple[int, str]]: ...
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
+    def gate_up(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor: ...
+    def down(self, h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def make_backend(spec: ExpertSpec, options: Mapping[str, Any]) -> Backend:
+    """Allocate the experts of one block from a rule's ``experts`` options."""
+    if options.get("backend", "native") == "torch":
+        return TorchExperts(spec)
+    from hetero.cpu import CpuExperts  # only here, so that the torch backend needs no extension
+
+    return CpuExperts(
+        spec,
+        parse_format(options.get("format", "f32")),
+        isa=options.get("isa", "auto"),
+        threads=options.get("threads"),
+    )
+
+
+class Pending:
+    """Experts at work. ``collect`` may be called once; it raises what the work raised."""
+
+    def __init__(self, result: torch.Tensor | Future[torch.Tensor], like: torch.Tensor) -> None:
+        self._result = result
+        self._like = like
+
+    def collect(self) -> torch.Tensor:
+        """The weighted sum [T, hidden], on the device and in the dtype of the submitted tokens."""
+        result = self._result if isinstance(self._result, torch.Tensor) else self._result.result()
+        return result.to(device=self._like.device, dtype=self._like.dtype)
+
+
+class _Worker:
+    """One thread for all blocks: the extension has its own pool, and blocks run one after the other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, call: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="hetero-experts")
+            return self._pool.submit(_without_grad, call)
+
+
+def _without_grad(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():  # a mode of the thread, so the worker enters it itself
+        return call()
+
+
+_worker = _Worker()
+
+
+class CpuExpertsOp(nn.Module):
+    """Takes the place of a transformers experts module, with its call: ``(x [T, H], ids [T, k], weights)``.
+
+    The weights are in ``backend`` and are no torch parameters. ``overlap`` runs the experts on a thread of
+    their own between ``submit`` and ``collect``; the result is the same.
+    """
+
+    def __init__(
+        self, spec: ExpertSpec, backend: Backend, original: nn.Module | None = None, *, overlap: bool = False
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.backend = backend
+        self.overlap = overlap
+        self._gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        if spec.staged:
+            if original is None:
+                raise ValueError("staged experts need the module whose gate they use")
+            norm = getattr(original, "post_expert_norm", None)
+            if norm is not None:
+                self.post_expert_norm = norm
+            self._gate = gate_function(_weightless(original))
+
+    # Part of the loader's ExpertSink.
+    def put(self, expert: int, part: str, tensor: torch.Tensor) -> None:
+        self.backend.put(expert, part, tensor)
+
+    def missing(self) -> list[tuple[int, str]]:
+        return list(self.backend.missing())
+
+    def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pending:
+        """Start on x [T, hidden] with ids and weights [T, k]. x must not change before ``collect``."""
+        # Routers may hand over a column of a larger tensor; the backend reads plain rows.
+        host = x.detach().to("cpu").contiguous()
+        host_ids = ids.detach().to("cpu", torch.int64).contiguous()
+        host_weights = weights.detach().to("cpu", torch.float32).contiguous()
+        compute = self._staged if self._gate is not None else self.backend.forward
+        if not self.overlap:
+            return Pending(compute(host, host_ids, host_weights), x)
+        return Pending(_worker.submit(lambda: compute(host, host_ids, host_weights)), x)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Submit and collect at once, for blocks whose order of work is not known here."""
+        return self.submit(x, ids, weights).collect()
+
+    def _staged(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The projections by the backend; gate and norm by the model's own code between them."""
+        assert self._gate is not None
+        projected = self.backend.gate_up(x, ids)
+        gate, up = projected.chunk(2, dim=-1) if self.spec.has_gate else (projected, projected)
+        y = self.backend.down(self._gate(gate, up).float().contiguous(), ids)
+        if hasattr(self, "post_expert_norm"):
+            device = next(self.post_expert_norm.parameters(), y).device
+            y = self.post_expert_norm(y.to(device)).to("cpu", torch.float32)
+        used = ((ids >= 0) & (ids < self.spec.num_experts)).unsqueeze(-1)
+        return torch.where(used, y * weights.unsqueeze(-1), 0.0).sum(dim=1)
+
+    def extra_repr(self) -> str:
+        s = self.spec
+        return (
+            f"{s.num_experts} x ({s.hidden} -> {s.intermediate}), staged={s.staged}, overlap={self.overlap}"
+        )
+
+
+def _weightless(experts: nn.Module) -> nn.Module:
+    """A copy of an experts module that has its gate but not its projections."""
+    bare = experts.__class__.__new__(experts.__class__)
+    bare.__dict__.update(experts.__dict__)
+    bare._parameters = {}
+    return bare

@@ -1,0 +1,131 @@
+"""Op ``moe``: the whole MoE block, so that the shared expert runs while the routed experts are away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.core import InputError
+from hetero.model.build import is_experts
+from hetero.model.moe_types import expert_spec
+from hetero.ops.experts import CpuExpertsOp, Pending, make_backend
+from hetero.ops.recipes import RECIPES, Recipe
+from hetero.registry import register_op
+
+
+@register_op("moe")
+class MoeBlock(nn.Module):
+    """A block of transformers with its own order: route, submit, shared expert, collect, combine.
+
+    Takes over the block's children, parameters and buffers: names in the tree stay what they were, and what
+    the loader puts into the old block is seen here.
+    """
+
+    def __init__(self, block: nn.Module, recipe: Recipe) -> None:
+        super().__init__()
+        self._modules = block._modules
+        self._parameters = block._parameters
+        self._buffers = block._buffers
+        self.recipe = recipe
+        self.block_class = type(block).__name__
+        self.training = block.training
+
+        def value(name: str) -> Any:
+            return getattr(block, name, None) if name else None
+
+        self._scale = value(recipe.scale)
+        self._average = value(recipe.strategy) == "average"
+        self._float32_sum = bool(value(recipe.float32_sum))
+        self._shared = next((name for name in recipe.shared if value(name) is not None), "")
+        self._shared_gate = recipe.shared_gate if value(recipe.shared_gate) is not None else ""
+        # The block may have the argument and its router not: DeepSeek V4 hashes tokens in some layers only.
+        self._router_kwargs = dict(recipe.router_kwargs)
+        if not getattr(block, "is_hash", True):
+            self._router_kwargs.pop("input_ids", None)
+
+    @staticmethod
+    def from_module(
+        module: nn.Module, *, name: str, config: Any, device: str, options: Mapping[str, Any]
+    ) -> nn.Module:
+        """Give every experts module below a backend on the CPU and take over the blocks that are known.
+
+        A block of an unknown class, or a decoder layer that holds experts itself, keeps its own code; its
+        experts are replaced in place. Raises InputError where ``module`` holds no routed experts.
+        """
+        sites = [path for path, child in module.named_modules() if is_experts(child)]
+        if not sites:
+            raise InputError(
+                f"op 'moe' was given {name or 'the whole model'} ({type(module).__name__}), "
+                "which holds no routed experts of transformers' experts interface"
+            )
+        experts_options = dict(options.get("experts", {}))
+        # With the block on a GPU, the CPU's work and the shared expert's run side by side. On the CPU alone
+        # they would share its cores.
+        overlap = bool(experts_options.get("overlap", device != "cpu"))
+        for path in sites:
+            block_path, _, leaf = path.rpartition(".")
+            block = module.get_submodule(block_path) if block_path else module
+            experts = module.get_submodule(path)
+            spec = expert_spec(experts, config)
+            backend = make_backend(spec, experts_options)
+            setattr(block, leaf, CpuExpertsOp(spec, backend, experts, overlap=overlap))
+            recipe = RECIPES.get(type(block).__name__)
+            if recipe is None or leaf != "experts":
+                continue
+            if not block_path:
+                module = MoeBlock(block, recipe)
+            else:
+                parent_path, _, block_leaf = block_path.rpartition(".")
+                parent = module.get_submodule(parent_path) if parent_path else module
+                setattr(parent, block_leaf, MoeBlock(block, recipe))
+        return module
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """hidden_states [batch, sequence, hidden] or [tokens, hidden] -> the same, or the block's tuple."""
+        recipe = self.recipe
+        if args:  # the blocks take at most one argument besides the hidden states
+            kwargs |= dict(zip(recipe.router_kwargs.values(), args, strict=False))
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        routed = self._route(hidden_states if recipe.router_unflattened else x, kwargs)
+        experts: Any = self.experts
+        pending: Pending = experts.submit(self._through(recipe.before, x), routed[2], routed[1])
+        shared = self._shared_output(x, routed)
+        out = self._through(recipe.after, pending.collect())
+        out = self._combine(out, shared)
+        return recipe.returns(out.reshape(hidden_states.shape), routed)
+
+    def _route(self, x: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The router's (logits, weights [T, k], ids [T, k], ...)."""
+        recipe = self.recipe
+        extra = [getattr(self, name, None) for name in recipe.router_attrs]
+        named = {name: kwargs.get(source) for name, source in self._router_kwargs.items()}
+        return getattr(self, recipe.router)(x, *extra, **named)  # type: ignore[no-any-return]
+
+    def _through(self, names: tuple[str, ...], x: torch.Tensor) -> torch.Tensor:
+        for name in names:
+            x = getattr(self, name)(x)
+        return x
+
+    def _shared_output(self, x: torch.Tensor, routed: tuple[Any, ...]) -> torch.Tensor | None:
+        if not self._shared:
+            return None
+        named = {name: routed[index] for name, index in self.recipe.shared_kwargs.items()}
+        out: torch.Tensor = getattr(self, self._shared)(x, **named)
+        if self._shared_gate:
+            out = torch.sigmoid(getattr(self, self._shared_gate)(x)) * out
+        return out
+
+    def _combine(self, out: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+        if self._scale is not None:
+            out = out * self._scale
+        if shared is not None:
+            out = (out.float() + shared.float()).to(out.dtype) if self._float32_sum else out + shared
+            if self._average:
+                out = out / 2
+        return getattr(self, self.recipe.norm)(out) if self.recipe.norm else out  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return self.block_class
