@@ -144,7 +144,5 @@ NB_MODULE(_cpu, m) {
     act.has_gate = gate;
     return experts * Experts::expert_bytes({experts, hidden, intermediate, format, group, bias, act});
   });
-#ifdef HETERO_BIND_KERNELS
   bind_kernels(m);
-#endif
 }

@@ -1,0 +1,200 @@
+// The AMX kernels over a policy T of tiles and vectors: the hardware's in isa_amx.cpp, arrays in
+// isa_amx_twin.cpp, so that this logic runs under test on every machine.
+//
+// T::configure(rows, k_bytes): tiles 0 and 1 hold 16 rows of results, 2 and 3 hold `rows` rows of them; tiles
+// 4
+//   and 5 are activations of 16 rows, 6 of `rows` rows (k_bytes wide each), 7 is weights (k_bytes / 4 rows).
+// T::zero<t>() T::load<t>(p, stride) T::store<t>(p, stride) T::release()
+// T::dot_ss / dot_su / dot_bf16<result, a, b>(): int8 x int8, int8 x uint8, bf16 x bf16
+// T::V is the vector policy (see exact.h) that flushes results; 16 lanes.
+#pragma once
+
+#include "exact.h"
+#include "kernels.h"
+
+namespace hetero {
+namespace {
+
+constexpr int64_t kTileRows = 16;
+constexpr int kBatch = 4;             // groups of 32 k whose results are flushed together
+constexpr int64_t kChunkRows = 128;   // rows whose sums are kept in the scratch
+constexpr int64_t kTileFloats = 256;  // a tile of results
+
+struct QuantScratch {
+  alignas(64) uint8_t codes[kBatch][512];
+  alignas(64) int32_t dots[2][kBatch][kTileFloats];
+  alignas(64) float sums[kChunkRows * kBlockRows];
+};
+static_assert(sizeof(QuantScratch) <= kScratchBytes, "scratch of the quantised kernels");
+
+// int4 codes of one group of 32 k as a weight tile: 8 rows of 4 k. Symmetric codes become signed values.
+template <class T, int Format>
+inline const uint8_t* weight_tile(const uint8_t* w, uint8_t* to) {
+  if (Format == kInt8) return w;
+  T::template unpack<Format == kInt4 ? 8 : 0>(w, to);
+  return to;
+}
+
+template <class T, int Format, int Result, int A>
+inline void group_dot(const int8_t* a, int64_t stride, int32_t* dots) {
+  T::template zero<Result>();
+  T::template load<A>(a, stride);
+  if (Format == kInt4)
+    T::template dot_ss<Result, A, 7>();
+  else
+    T::template dot_su<Result, A, 7>();
+  T::template store<Result>(dots, 64);
+}
+
+// Results of `groups` (at most kBatch) groups for `rows` rows: into `sums`, from zero if `first`.
+template <class T, int Format>
+struct Flush {
+  using V = typename T::V;
+  typename V::F scale[kBatch], minimum[kBatch];
+
+  void run(const int32_t (*dots)[kTileFloats], int groups, const float* scale_a, const int32_t* sum_a,
+           int64_t stride, int64_t rows, bool first, float* sums, int64_t ld, float* out, int64_t ldo) const {
+    for (int64_t m = 0; m < rows; m++) {
+      typename V::F acc = first ? V::zero() : V::load(sums + m * ld);
+      for (int j = 0; j < groups; j++) {
+        const typename V::F a = V::set1(scale_a[m * stride + j]);
+        const int32_t sum = sum_a[m * stride + j];
+        typename V::I dot = V::load_ints(dots[j] + m * kBlockRows);
+        if (Format == kInt8) dot = V::subi(dot, V::set1i(128 * sum));
+        acc = V::fma(V::to_float(dot), V::mul(scale[j], a), acc);
+        if (Format == kInt4a) acc = V::fma(V::set1(static_cast<float>(sum)), V::mul(minimum[j], a), acc);
+      }
+      V::store(out + m * ldo, acc);
+    }
+  }
+};
+
+// One block against rows m0 .. m0 + rows, at most kChunkRows.
+template <class T, int Format>
+void quant_block(const uint8_t* w, const Layout* layout, const Rows* x, int64_t m0, int64_t rows, float* y,
+                 int64_t ldy, QuantScratch* scratch) {
+  using V = typename T::V;
+  constexpr int64_t kBytes = Format == kInt8 ? 512 : 256;
+  const int64_t k_pad = layout->k_pad, groups = k_pad / kActGroup, per_scale = layout->group / kActGroup;
+  const uint16_t* scales = reinterpret_cast<const uint16_t*>(w + layout->scale_offset);
+  const uint16_t* minima = reinterpret_cast<const uint16_t*>(w + layout->min_offset);
+  for (int64_t g = 0; g < groups; g += kBatch) {
+    const int batch = static_cast<int>(groups - g < kBatch ? groups - g : kBatch);
+    const bool first = g == 0, last = g + kBatch >= groups;
+    Flush<T, Format> flush;
+    const uint8_t* codes[kBatch];
+    for (int j = 0; j < batch; j++) {
+      flush.scale[j] = V::half(scales + (g + j) / per_scale * kBlockRows);
+      if (Format == kInt4a) flush.minimum[j] = V::half(minima + (g + j) / per_scale * kBlockRows);
+      const uint8_t* at = w + (g + j) * kBytes;
+      for (int64_t line = 0; line < kBytes; line += 64) V::prefetch(at + kAhead + line);
+      codes[j] = weight_tile<T, Format>(at, scratch->codes[j]);
+    }
+    for (int64_t m = 0; m < rows; m += kTileRows) {
+      const int64_t tile_rows = rows - m < kTileRows ? rows - m : kTileRows;
+      int32_t (*dots)[kTileFloats] = scratch->dots[m / kTileRows % 2];
+      for (int j = 0; j < batch; j++) {
+        T::template load<7>(codes[j], 64);
+        const int8_t* a = x->q + (m0 + m) * k_pad + (g + j) * kActGroup;
+        if (tile_rows < kTileRows) {
+          if (j % 2)
+            group_dot<T, Format, 3, 6>(a, k_pad, dots[j]);
+          else
+            group_dot<T, Format, 2, 6>(a, k_pad, dots[j]);
+        } else if (j % 2) {
+          group_dot<T, Format, 1, 5>(a, k_pad, dots[j]);
+        } else {
+          group_dot<T, Format, 0, 4>(a, k_pad, dots[j]);
+        }
+      }
+      float* sums = scratch->sums + m * kBlockRows;
+      const int64_t at = (m0 + m) * groups + g;
+      flush.run(dots, batch, x->scale + at, x->sum + at, groups, tile_rows, first, sums, kBlockRows,
+                last ? y + (m0 + m) * ldy : sums, last ? ldy : kBlockRows);
+    }
+  }
+}
+
+template <class T, int Format>
+void tile_quant(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y, int64_t ldy,
+                void* scratch) {
+  const int64_t rest = x->rows % kTileRows;
+  T::configure(rest ? rest : kTileRows, kActGroup);
+  for (int64_t b = 0; b < blocks; b++)
+    for (int64_t m = 0; m < x->rows; m += kChunkRows)
+      quant_block<T, Format>(w + b * layout->block_bytes, layout, x, m,
+                             x->rows - m < kChunkRows ? x->rows - m : kChunkRows, y + b * kBlockRows, ldy,
+                             static_cast<QuantScratch*>(scratch));
+  T::release();
+}
+
+// bf16 products: activations rounded to bf16 in the scratch, in tiles of 16 rows padded with zeros.
+template <class T>
+void tile_bf16(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y, int64_t ldy,
+               void* scratch) {
+  using V = typename T::V;
+  const int64_t k_pad = layout->k_pad;
+  float* result = static_cast<float*>(scratch);
+  uint16_t* a = reinterpret_cast<uint16_t*>(result + kTileFloats);
+  const int64_t room = kScratchBytes - kTileFloats * static_cast<int64_t>(sizeof(float));
+  const int64_t fit = room / (2 * k_pad) / kTileRows * kTileRows;
+  if (fit == 0) return float_kernel<V, kBf16>(w, blocks, layout, x, y, ldy, scratch);
+  T::configure(kTileRows, 64);
+  for (int64_t m0 = 0; m0 < x->rows; m0 += fit) {
+    const int64_t rows = x->rows - m0 < fit ? x->rows - m0 : fit;
+    const int64_t padded = (rows + kTileRows - 1) / kTileRows * kTileRows;
+    T::round(x->f32 + m0 * k_pad, rows * k_pad, a);
+    for (int64_t i = rows * k_pad; i < padded * k_pad; i++) a[i] = 0;
+    for (int64_t b = 0; b < blocks; b++) {
+      const uint8_t* block = w + b * layout->block_bytes;
+      for (int64_t m = 0; m < rows; m += 2 * kTileRows) {
+        const bool two = m + kTileRows < rows;
+        const uint16_t* at = a + m * k_pad;
+        T::template zero<0>();
+        if (two) T::template zero<1>();
+        for (int64_t k = 0; k < k_pad; k += 32) {
+          const uint8_t* tile = block + k * 32;
+          if (m == 0)
+            for (int64_t line = 0; line < 1024; line += 64) V::prefetch(tile + kAhead + line);
+          T::template load<7>(tile, 64);
+          T::template load<4>(at + k, 2 * k_pad);
+          T::template dot_bf16<0, 4, 7>();
+          if (!two) continue;
+          T::template load<5>(at + kTileRows * k_pad + k, 2 * k_pad);
+          T::template dot_bf16<1, 5, 7>();
+        }
+        for (int t = 0; t < (two ? 2 : 1); t++) {
+          const int64_t row = m + t * kTileRows;
+          const int64_t count = rows - row < kTileRows ? rows - row : kTileRows;
+          if (t == 0)
+            T::template store<0>(result, 64);
+          else
+            T::template store<1>(result, 64);
+          for (int64_t i = 0; i < count; i++)
+            V::store(y + (m0 + row + i) * ldy + b * kBlockRows, V::load(result + i * kBlockRows));
+        }
+      }
+    }
+  }
+  T::release();
+}
+
+#define HETERO_AMX_UNIT(isa, T)                                                         \
+  {isa,                                                                                 \
+   {{{nullptr, nullptr}, {nullptr, nullptr}, {nullptr, nullptr}},                       \
+    {{nullptr, nullptr}, {nullptr, nullptr}, {tile_bf16<T>, "bf16." isa "_bf16.bulk"}}, \
+    {{nullptr, nullptr},                                                                \
+     {tile_quant<T, kInt8>, "int8." isa "_int8.gemm"},                                  \
+     {tile_quant<T, kInt8>, "int8." isa "_int8.gemm"}},                                 \
+    {{nullptr, nullptr},                                                                \
+     {tile_quant<T, kInt4>, "int4." isa "_int8.gemm"},                                  \
+     {tile_quant<T, kInt4>, "int4." isa "_int8.gemm"}},                                 \
+    {{nullptr, nullptr},                                                                \
+     {tile_quant<T, kInt4a>, "int4a." isa "_int8.gemm"},                                \
+     {tile_quant<T, kInt4a>, "int4a." isa "_int8.gemm"}}},                              \
+   nullptr,                                                                             \
+   nullptr,                                                                             \
+   nullptr}
+
+}  // namespace
+}  // namespace hetero
