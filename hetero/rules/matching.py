@@ -195,7 +195,9 @@ def _why_nothing(match: Match, modules: Sequence[ModuleInfo]) -> str:
     close: list[str] = []
     if alone.get("name") == 0 and match.name is not None:
         names = list(dict.fromkeys(re.sub(r"\b[0-9]+\b", "*", m.name) for m in modules))
-        close = difflib.get_close_matches(_as_glob(match.name.pattern), names, n=1, cutoff=0.5)
+        wanted = _as_glob(match.name.pattern)
+        level = [name for name in names if name.count(".") == wanted.count(".")]
+        close = difflib.get_close_matches(wanted, level or names, n=1, cutoff=0.5)
     elif alone.get("class") == 0 and match.cls is not None:
         classes = list(dict.fromkeys(c for m in modules for c in m.classes))
         close = difflib.get_close_matches(match.cls.strip("*"), classes, n=1, cutoff=0.5)

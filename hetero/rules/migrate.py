@@ -307,7 +307,8 @@ class _Translator:
 def _write(path: Path, rules: list[_New], result: Migration) -> str:
     """Our YAML. Strings are quoted as JSON where a plain or single-quoted one would not do."""
     used = json.dumps([rule.replace for rule in rules])
-    variables = [f"{name}: {text}" for name, text in (("gpu", "cuda:0"), ("experts", "int4")) if name in used]
+    values = {"gpu": "cuda:0", "experts": "int4"}
+    variables = [f"{name}: {text}" for name, text in values.items() if f"${{{name}}}" in used]
     lines = [f"# Migrated from {path.name}."]
     if result.lost:
         lines.append("# Without a counterpart:")

@@ -28,6 +28,7 @@ _FOREIGN = {
     "prefill_op": "prefill and decode share one operator",
 }
 _ANY = "any"
+_RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?", re.ASCII)
 _OF_REPLACE = ("op", "device", "experts", "kwargs")
 _RULE_LEVEL = "it is a key of the rule, one level up"
 
@@ -180,6 +181,9 @@ def parse_rule(value: Value, index: int, *, inherited: bool) -> Rule:
 def _parse_match(value: Value) -> Match:
     homes = dict.fromkeys(_OF_REPLACE, "indent it under 'replace'")
     homes |= dict.fromkeys(("replace", "recursive", "optional", "match"), _RULE_LEVEL)
+    for key in value.mapping("'match'"):
+        if _RANGE.fullmatch(key):
+            value.key_at(key).fail("inside {...} a comma ends a value: quote the ranges, layers: '0-3,8'")
     check_keys(value, "'match'", MATCH_KEYS, homes)
     if not value.data:
         value.where.fail(f"'match' is empty; give one of {listed(MATCH_KEYS)}")
@@ -207,7 +211,7 @@ def parse_layers(value: Value) -> Layers:
     words = [(w.strip(), part.where) for part in parts for w in part.text.split(",")]
     ranges = []
     for word, where in words:
-        found = re.fullmatch(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?", word, re.ASCII)
+        found = _RANGE.fullmatch(word)
         if found is None:
             where.fail(f"'{word}' is no layer range; write 5, 0-47 or 0-3,8")
         assert found is not None  # fail() does not return
