@@ -1,0 +1,193 @@
+"""From a model's folder and a rule file to something that the engine can run.
+
+Everything that can be wrong is found before the first weight is read: configuration, tokenizer, rules, names
+and shapes of the checkpoint, instruction set, memory.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero import inject
+from hetero.config import settings
+from hetero.core import InputError
+from hetero.engine.generate import Runnable
+from hetero.hw import memory
+from hetero.model.build import build_meta, describe, load_config
+from hetero.model.loader import load, plan_load
+from hetero.model.source import Checkpoint
+from hetero.model.tokenizer import Tokenizer, load_tokenizer
+from hetero.registry import op_names
+from hetero.rules import Assignment, Placement, load_rules, match
+from hetero.rules.defaults import default_rules_for
+from hetero.rules.explain import explain, totals
+from hetero.rules.options import schemas_for
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready, and what was decided on the way."""
+
+    runnable: Runnable
+    name: str  # the folder's name; how the server calls the model
+    folder: Path
+    model_type: str
+    dtype: str  # of dense layers
+    placement: Placement
+    expert_bytes: int  # held by the experts, packed
+    notes: tuple[str, ...]  # for the user, one sentence each
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.runnable.tokenizer
+
+    @property
+    def rules(self) -> str:
+        """The rule file."""
+        return self.placement.ruleset.file
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    rules: str | Path | None = None,
+    overrides: Mapping[str, str] | None = None,
+    dtype: str = "float32",
+    isa: str = "auto",
+    threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Loaded:
+    """Load a checkpoint folder under a rule file (None: the shipped one of its family).
+
+    ``overrides`` are the rule file's variables; ``isa`` other than "auto" wins over the rules'. ``progress``
+    is called with bytes read and all bytes. Raises InputError for what is wrong with folder, rules or
+    options, MachineError for a missing instruction set or too little memory.
+    """
+    began = time.perf_counter()
+    folder = Path(folder)
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
+    _set_threads(threads)
+    config = load_config(folder)
+    devices = ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count())))
+    ruleset = load_rules(rules or default_rules_for(config.model_type, len(devices) > 1), overrides)
+    tokenizer = load_tokenizer(folder)
+    model = build_meta(config, DTYPES[dtype])
+    modules = describe(model)
+    placement = match(
+        ruleset, modules, devices=devices, ops=schemas_for(op_names()), model_type=config.model_type
+    )
+    placement = _with_isa(placement, isa)
+    checkpoint = Checkpoint(folder)
+    plan = plan_load(model, checkpoint)
+    _check_memory(totals(explain(placement, modules, dtype)), checkpoint, str(folder))
+
+    injected = inject.apply(model, placement)
+    report = load(
+        model,
+        checkpoint,
+        injected.sinks,
+        dtype=DTYPES[dtype],
+        device=lambda name: placement.device_of(name.rpartition(".")[0]) or "cpu",
+        progress=progress,
+        plan=plan,
+    )
+    inject.assert_loaded(model)
+    text: Any = config.get_text_config(decoder=True)
+    runnable = Runnable(
+        model=model,
+        vocabulary=int(text.vocab_size),
+        tokenizer=tokenizer,
+        context=context_limit(text),
+        eos=eos_ids(folder, text, tokenizer),
+        kernels=_kernels,
+        load_s=time.perf_counter() - began,
+    )
+    return Loaded(
+        runnable=runnable,
+        name=folder.resolve().name,
+        folder=folder,
+        model_type=config.model_type,
+        dtype=dtype,
+        placement=placement,
+        expert_bytes=injected.expert_bytes,
+        notes=(*placement.notes, *report.lines()),
+    )
+
+
+def context_limit(text_config: Any) -> int | None:
+    """Most tokens that the model can attend to; None where the configuration sets no limit."""
+    for field in ("max_position_embeddings", "n_positions", "max_sequence_length"):
+        value = getattr(text_config, field, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def eos_ids(folder: Path, text_config: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Tokens that end an answer: those of generation_config.json, else of the configuration; always with the
+    tokenizer's own, which in chat models ends a turn. Raises InputError for a broken generation_config.json.
+    """
+    path = folder / "generation_config.json"
+    listed: Any = None
+    if path.is_file():
+        try:
+            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise InputError(f"{path}: cannot be read as JSON: {error}") from None
+    if listed is None:
+        listed = getattr(text_config, "eos_token_id", None)
+    ids = [listed] if isinstance(listed, int) else list(listed or ())
+    if any(not isinstance(token, int) or isinstance(token, bool) for token in ids):
+        raise InputError(f"{path}: field 'eos_token_id' is {listed!r}, must be an id or a list of ids")
+    if tokenizer is not None and tokenizer.eos_id is not None:
+        ids.append(tokenizer.eos_id)
+    return frozenset(ids)
+
+
+def _set_threads(threads: int | None) -> None:
+    """One number for the pool of the experts and for torch, which take turns."""
+    count = threads if threads is not None else settings().threads
+    if count is None:
+        return
+    if count < 1:
+        raise InputError(f"--threads {count}: must be at least 1")
+    from hetero.cpu import set_threads
+
+    set_threads(count)
+    torch.set_num_threads(count)
+
+
+def _with_isa(placement: Placement, isa: str) -> Placement:
+    """The placement with every CPU expert on ``isa``."""
+    if isa == "auto":
+        return placement
+
+    def change(assignment: Assignment) -> Assignment:
+        experts = assignment.options.get("experts")
+        if assignment.op != "moe" or not isinstance(experts, Mapping):
+            return assignment
+        return replace(assignment, options={**assignment.options, "experts": {**experts, "isa": isa}})
+
+    return replace(placement, assignments=tuple(map(change, placement.assignments)))
+
+
+def _check_memory(bytes_of: Mapping[str, int], checkpoint: Checkpoint, name: str) -> None:
+    """Packed weights and one tensor in flight must fit before anything is read."""
+    largest = max((info.nbytes for info in checkpoint.tensors.values()), default=0)
+    memory.require(bytes_of.get("cpu", 0) + largest, f"loading {name}")
+
+
+def _kernels() -> dict[str, int]:
+    from hetero.cpu import kernel_counts
+
+    return kernel_counts()
