@@ -8,7 +8,6 @@ them in ``from_pretrained``.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
@@ -17,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
 from hetero.core import MOE_BLOCK, ExpertSpec, HeteroError, InputError, ModuleInfo
 from hetero.model import hf
-from torch import nn
+from hetero.model.shapes import read_config
 
 # Fields that shape a model. transformers would fill an absent one with a default of its own, and the error
 # would show up much later as a wrong shape.
@@ -74,17 +75,7 @@ def _read_config(source: str | Path | dict[str, Any]) -> tuple[dict[str, Any], s
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; a model folder holds a config.json") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise InputError(f"{path}: expected a JSON object, got {type(data).__name__}")
-    return data, str(path)
+    return read_config(path), str(path)
 
 
 def _check_fields(data: dict[str, Any], config_class: Any, where: str, prefix: str = "") -> None:

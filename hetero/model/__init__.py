@@ -1,0 +1,1 @@
+"""From a model on disk to a tree of modules: configuration, names, weights, tokenizer."""
