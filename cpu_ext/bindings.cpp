@@ -69,6 +69,15 @@ NB_MODULE(_cpu, m) {
   m.def("reset_kernel_counts", &reset_kernel_counts);
   m.def("set_threads", &set_threads);
   m.def("threads", [] { return context().pool->threads(); });
+  // Sets what is tuned and returns the values before: gemv_rows, gemm_rows, wave_bytes, store_bytes.
+  m.def("set_tuning", [](int64_t gemv_rows, int64_t gemm_rows, int64_t wave_bytes, int64_t store_bytes) {
+    if (gemv_rows < 0 || gemv_rows > 4) throw std::invalid_argument("gemv kernels take 1 to 4 rows");
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> hold(context().lock);
+    const Tuning before = context().tuning;
+    context().tuning = {gemv_rows, gemm_rows, wave_bytes, store_bytes};
+    return std::vector<int64_t>{before.gemv_rows, before.gemm_rows, before.wave_bytes, before.store_bytes};
+  });
   m.def("shut_down", &shut_down);
   // Runs `chunks` chunks of `microseconds` of busy work; chunk `failing` throws (-1: none). For tests.
   m.def("pool_exercise", [](int64_t chunks, int64_t microseconds, int64_t failing) {

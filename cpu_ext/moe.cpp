@@ -9,13 +9,11 @@
 namespace hetero {
 namespace {
 
-constexpr int64_t kUnit = 32;                 // outputs of gate/up that one unit of work covers
-constexpr int64_t kTileFloats = 128 * 1024;   // results of one item before activation or sum: half of L2
-constexpr int64_t kGatherBytes = 1 << 20;     // activations of one item
-constexpr int64_t kWaveBytes = 64 << 20;      // results of down that wait for their sum
-constexpr int64_t kStoreBytes = 160ll << 20;  // quantised activations of one pass over the tokens
-constexpr int64_t kPiecesPerThread = 8;       // items per thread, so that late threads can be helped
-constexpr int64_t kUnitCost = 8;              // reading a unit's weights costs like computing 8 rows
+constexpr int64_t kUnit = 32;                // outputs of gate/up that one unit of work covers
+constexpr int64_t kTileFloats = 128 * 1024;  // results of one item before activation or sum: half of L2
+constexpr int64_t kGatherBytes = 1 << 20;    // activations of one item
+constexpr int64_t kPiecesPerThread = 8;      // items per thread, so that late threads can be helped
+constexpr int64_t kUnitCost = 8;             // reading a unit's weights costs like computing 8 rows
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 constexpr int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
@@ -167,8 +165,8 @@ struct Step {
   }
 
   RowClass row_class(int64_t rows) const {
-    if (rows <= ctx.thresholds.gemv_rows) return kGemv;
-    return exact || rows <= ctx.thresholds.gemm_rows ? kGemm : kBulk;
+    if (rows <= ctx.tuning.gemv_rows) return kGemv;
+    return exact || rows <= ctx.tuning.gemm_rows ? kGemm : kBulk;
   }
 
   GemmFn kernel(int64_t group_rows, bool first) const {
@@ -494,7 +492,7 @@ struct Step {
       tile_floats = std::max(tile_floats, pairs_kept * kBlockRows * strip);
     }
     ldy = op.down_.n_pad;
-    const int64_t most_pairs = std::max<int64_t>(1, kWaveBytes / (ldy * 4));
+    const int64_t most_pairs = std::max<int64_t>(1, ctx.tuning.wave_bytes / (ldy * 4));
     const int64_t y_rows = mode == kWhole && !exact ? std::min(pairs_kept, most_pairs) : 0;
     const int64_t h_rows = mode == kWhole ? pairs_kept : 0;
 
@@ -563,8 +561,9 @@ namespace {
 
 // Runs a step in passes over the tokens, so that the workspace stays bounded whatever their number.
 template <class Configure>
-void run_passes(const Experts&, int64_t tokens, int64_t bytes_per_token, Configure pass) {
-  const int64_t most = std::max<int64_t>(1, kStoreBytes / std::max<int64_t>(1, bytes_per_token));
+void run_passes(const Context& context, int64_t tokens, int64_t bytes_per_token, Configure pass) {
+  const int64_t most =
+      std::max<int64_t>(1, context.tuning.store_bytes / std::max<int64_t>(1, bytes_per_token));
   const int64_t passes = ceil_div(tokens, most);
   for (int64_t i = 0; i < passes; ++i) {
     const int64_t begin = tokens * i / passes;
@@ -653,7 +652,7 @@ void Experts::forward(Context& context, const void* x, DType type, const Routing
   std::lock_guard<std::mutex> hold(context.lock);
   const int64_t store = static_cast<int64_t>(RowStore::bytes(quantised_, 1, up_.k_pad)) +
                         routing.slots * static_cast<int64_t>(RowStore::bytes(quantised_, 1, down_.k_pad));
-  run_passes(*this, routing.tokens, store, [&](int64_t begin, int64_t tokens) {
+  run_passes(context, routing.tokens, store, [&](int64_t begin, int64_t tokens) {
     Step step(*this, context, Step::kWhole);
     step.exact = routing.tokens <= kExactRows;
     step.x =
@@ -670,7 +669,7 @@ void Experts::forward(Context& context, const void* x, DType type, const Routing
 void Experts::gate_up(Context& context, const void* x, DType type, const Routing& routing, float* out) const {
   std::lock_guard<std::mutex> hold(context.lock);
   const int64_t store = static_cast<int64_t>(RowStore::bytes(quantised_, 1, up_.k_pad));
-  run_passes(*this, routing.tokens, store, [&](int64_t begin, int64_t tokens) {
+  run_passes(context, routing.tokens, store, [&](int64_t begin, int64_t tokens) {
     Step step(*this, context, Step::kGateUp);
     step.exact = routing.tokens <= kExactRows;
     step.x =
@@ -686,7 +685,7 @@ void Experts::gate_up(Context& context, const void* x, DType type, const Routing
 void Experts::down(Context& context, const void* h, DType type, const Routing& routing, float* out) const {
   std::lock_guard<std::mutex> hold(context.lock);
   const int64_t row = static_cast<int64_t>(RowStore::bytes(quantised_, 1, down_.k_pad));
-  run_passes(*this, routing.tokens, row * routing.slots, [&](int64_t begin, int64_t tokens) {
+  run_passes(context, routing.tokens, row * routing.slots, [&](int64_t begin, int64_t tokens) {
     Step step(*this, context, Step::kDown);
     const int64_t first = begin * routing.slots;
     step.exact = routing.tokens <= kExactRows;

@@ -26,11 +26,14 @@ struct IsaChoice {
   KernelCounters* counters;
 };
 
-// By how many rows an expert has in a step: up to gemv_rows GEMV, up to gemm_rows exact GEMM, else bulk.
-// Steps of at most kExactRows tokens never use bulk.
-struct RowThresholds {
+// What is measured on a machine rather than known.
+struct Tuning {
+  // Kernel class by the rows of an expert in a step: up to gemv_rows GEMV, up to gemm_rows exact GEMM, else
+  // bulk. Steps of at most kExactRows tokens never use bulk.
   int64_t gemv_rows = 4;
   int64_t gemm_rows = 8;
+  int64_t wave_bytes = 64ll << 20;    // results of down that wait for their sum
+  int64_t store_bytes = 160ll << 20;  // activations of one pass over the tokens
 };
 
 struct ExpertsConfig {
@@ -79,7 +82,7 @@ struct Context {
   std::mutex lock;  // held during a step, a change of the pool, and a fork
   Pool* pool;
   Workspace workspace;
-  RowThresholds thresholds;
+  Tuning tuning;
 };
 
 // ids of `pairs` = tokens * slots expert numbers; any outside [0, experts) is skipped.

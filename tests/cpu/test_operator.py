@@ -1,0 +1,426 @@
+"""The expert operator against float64, on every instruction set that runs here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hetero import _cpu, cpu
+from hetero.core import Activation, ActKind, ExpertSpec, InputError, MachineError
+from hetero.cpu import CpuExperts
+from hetero.formats import parse_format
+from torch import Tensor
+
+from tests.cpu.reference import (
+    decoded,
+    fill,
+    operator,
+    random_routing,
+    random_weights,
+    relative,
+)
+
+ISAS = cpu.isas(include_twin=True)
+FORMATS = [
+    "f32",
+    "bf16",
+    "int8 g32",
+    "int8 g128",
+    "int4 g32",
+    "int4 g64",
+    "int4 g128",
+    "int4a g32",
+    "int4a g64",
+]
+SHAPES = [(64, 64), (192, 200), (200, 192), (20, 36)]
+TOKENS = [0, 1, 2, 3, 5, 16, 17, 40, 100]
+GPT_OSS = Activation(alpha=1.702, gate_max=7.0, up_limit=7.0, up_offset=1.0)
+
+
+def limit(fmt: str, tokens: int) -> float:
+    """Relative norm allowed against a reference that rounds activations to int8 as the operator does.
+
+    A float32 sum that lands on the other side of a rounding moves one code of h, hence 2e-3; bulk kernels
+    may multiply in bf16.
+    """
+    if tokens > 16:
+        return 5e-6 if fmt == "f32" else 1e-2
+    return 5e-6 if fmt in ("f32", "bf16") else 2e-3
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("hidden", "intermediate"), SHAPES)
+def test_equals_float64_of_decoded_weights(
+    fmt: str, isa: str, hidden: int, intermediate: int, generator: torch.Generator
+) -> None:
+    spec = ExpertSpec(num_experts=6, hidden=hidden, intermediate=intermediate, top_k=3)
+    experts = fill(CpuExperts(spec, parse_format(fmt), isa=isa), random_weights(spec, generator))
+    weights = decoded(experts)
+    for tokens in TOKENS:
+        x, ids, w = random_routing(spec, tokens, generator)
+        y = experts.forward(x, ids, w)
+        assert y.shape == (tokens, hidden)
+        assert y.dtype == torch.float32
+        if tokens:
+            want = operator(spec, weights, x, ids, w, quantised=experts.format.quantised)
+            assert relative(y, want) <= limit(fmt, tokens), f"{tokens} tokens"
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_bits_equal_on_every_isa_and_thread_count(fmt: str, generator: torch.Generator) -> None:
+    spec = ExpertSpec(num_experts=5, hidden=200, intermediate=96, top_k=4, has_bias=True, activation=GPT_OSS)
+    weights = random_weights(spec, generator)
+    steps = [random_routing(spec, tokens, generator) for tokens in (1, 2, 3, 5, 9, 16)]
+    first: list[Tensor] | None = None
+    for isa in ISAS:
+        experts = fill(CpuExperts(spec, parse_format(fmt), isa=isa), weights)
+        for threads in (1, 2, 3):
+            cpu.set_threads(threads)
+            results = [experts.forward(*step) for step in steps]
+            first = first or results
+            for got, want in zip(results, first, strict=True):
+                assert torch.equal(got.view(torch.int32), want.view(torch.int32)), (isa, threads)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("fmt", ["f32", "bf16", "int8 g64", "int4 g32"])
+def test_many_tokens_do_not_depend_on_threads(fmt: str, isa: str, generator: torch.Generator) -> None:
+    spec = ExpertSpec(num_experts=4, hidden=192, intermediate=200, top_k=2)
+    experts = fill(CpuExperts(spec, parse_format(fmt), isa=isa), random_weights(spec, generator))
+    step = random_routing(spec, 90, generator)
+    results = []
+    for threads in (1, 2, 3):
+        cpu.set_threads(threads)
+        results.append(experts.forward(*step))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("tokens", [4, 33])
+def test_repeated_and_skipped_experts(isa: str, tokens: int, generator: torch.Generator) -> None:
+    spec = ExpertSpec(num_experts=3, hidden=64, intermediate=48, top_k=4)
+    experts = fill(CpuExperts(spec, parse_format("int8"), isa=isa), random_weights(spec, generator))
+    x, _, _ = random_routing(replace(spec, top_k=1), tokens, generator)
+    ids = torch.randint(-2, spec.num_experts + 2, (tokens, 4), generator=generator)
+    ids[0] = torch.tensor([1, 1, 1, -1])
+    ids[1] = torch.tensor([-1, spec.num_experts, 2**40, -(2**40)])
+    w = torch.rand(tokens, 4, generator=generator)
+    w[1] = math.nan  # a skipped slot contributes zero whatever its weight
+    y = experts.forward(x, ids, w)
+    assert torch.equal(y[1], torch.zeros(spec.hidden))
+    want = operator(spec, decoded(experts), x, ids, w, quantised=True)
+    assert relative(y, want) <= limit("int8", tokens)
+    narrow = experts.forward(x, ids.clamp(-5, 50).int(), w)
+    assert torch.equal(narrow, y)
+
+
+def test_every_token_skipped(generator: torch.Generator) -> None:
+    spec = ExpertSpec(num_experts=2, hidden=32, intermediate=32, top_k=2)
+    experts = fill(CpuExperts(spec, parse_format("int4")), random_weights(spec, generator))
+    for tokens in (1, 20):
+        ids = torch.full((tokens, 2), -1)
+        y = experts.forward(torch.randn(tokens, 32), ids, torch.ones(tokens, 2))
+        assert torch.equal(y, torch.zeros(tokens, 32))
+        assert torch.equal(experts.gate_up(torch.randn(tokens, 32), ids), torch.zeros(tokens, 2, 64))
+        assert torch.equal(experts.down(torch.randn(tokens, 2, 32), ids), torch.zeros(tokens, 2, 32))
+
+
+def test_no_result_of_an_earlier_step_survives(generator: torch.Generator) -> None:
+    spec = ExpertSpec(num_experts=4, hidden=200, intermediate=20, top_k=2)
+    for fmt in FORMATS:
+        experts = fill(CpuExperts(spec, parse_format(fmt)), random_weights(spec, generator))
+        for tokens in (16, 50):
+            x, ids, w = random_routing(spec, tokens, generator)
+            clean = experts.forward(x, ids, w)
+            assert experts.forward(torch.full_like(x, math.nan), ids, w).isnan().all()
+            assert torch.equal(experts.forward(x, ids, w), clean)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("fmt", ["f32", "int8", "int4"])
+@pytest.mark.parametrize("kind", list(ActKind))
+@pytest.mark.parametrize("gate", [True, False])
+def test_activations(fmt: str, isa: str, kind: ActKind, gate: bool, generator: torch.Generator) -> None:
+    act = Activation(kind=kind, gate_max=2.0, up_limit=1.5, act_max=1.2, up_offset=0.5)
+    if not gate:
+        act = Activation(kind=kind)
+    spec = ExpertSpec(3, 64, 40, 2, activation=act, has_gate=gate, has_bias=True)
+    experts = fill(CpuExperts(spec, parse_format(fmt), isa=isa), random_weights(spec, generator))
+    for tokens in (3, 24):
+        x, ids, w = random_routing(spec, tokens, generator)
+        want = operator(spec, decoded(experts), x, ids, w, quantised=experts.format.quantised)
+        assert relative(experts.forward(x, ids, w), want) <= limit(fmt, tokens)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_gpt_oss_formula(isa: str, generator: torch.Generator) -> None:
+    """alpha 1.702, clamps at 7, up + 1 and biases, written as gpt_oss computes them."""
+    spec = ExpertSpec(2, 96, 64, 1, activation=GPT_OSS, has_bias=True)
+    weights = random_weights(spec, generator, scale=4.0)  # so that the clamps at 7 act
+    experts = fill(CpuExperts(spec, parse_format("f32"), isa=isa), weights)
+    x = torch.randn(7, 96, generator=generator)
+    ids = torch.randint(0, 2, (7, 1), generator=generator)
+    want = torch.empty(7, 96, dtype=torch.float64)
+    clamped = 0
+    for t in range(7):
+        e = int(ids[t, 0])
+        part = {name: tensor.double() for (owner, name), tensor in weights.items() if owner == e}
+        gate = part["gate"] @ x[t].double() + part["gate_bias"]
+        up = part["up"] @ x[t].double() + part["up_bias"]
+        clamped += int((gate > 7).sum() + (up.abs() > 7).sum())
+        gate, up = gate.clamp(min=None, max=7), up.clamp(min=-7, max=7)
+        h = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+        want[t] = part["down"] @ h + part["down_bias"]
+    assert clamped > 0
+    assert relative(experts.forward(x, ids, torch.ones(7, 1)), want) < 5e-6
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_staged_equals_whole(fmt: str, isa: str, generator: torch.Generator) -> None:
+    spec = ExpertSpec(4, 96, 72, 3, has_bias=True)
+    experts = fill(CpuExperts(spec, parse_format(fmt), isa=isa), random_weights(spec, generator))
+    for tokens in (2, 16, 21):
+        x, ids, w = random_routing(spec, tokens, generator)
+        ids[0, 1] = -1
+        both = experts.gate_up(x, ids)
+        assert both.shape == (tokens, 3, 144)
+        assert torch.equal(both[0, 1], torch.zeros(144))
+        gate, up = both.double().chunk(2, dim=-1)
+        h = (gate * torch.sigmoid(gate) * up).float()
+        y = experts.down(h, ids)
+        assert y.shape == (tokens, 3, 96)
+        assert torch.equal(y[0, 1], torch.zeros(96))
+        staged = (y.double() * w[..., None]).sum(1)
+        assert relative(experts.forward(x, ids, w), staged) <= (5e-6 if fmt == "f32" else 3e-3)
+
+
+def test_staged_without_gate(generator: torch.Generator) -> None:
+    spec = ExpertSpec(3, 40, 72, 2, has_gate=False, activation=Activation(kind=ActKind.RELU2))
+    experts = fill(CpuExperts(spec, parse_format("f32")), random_weights(spec, generator))
+    x, ids, w = random_routing(spec, 5, generator)
+    up = experts.gate_up(x, ids)
+    assert up.shape == (5, 2, 72)
+    staged = (experts.down(up.relu() ** 2, ids) * w[..., None]).sum(1)
+    assert relative(experts.forward(x, ids, w), staged) < 5e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_input_types_and_strides(dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Weights and inputs of any of the three types, transposed weights, strided inputs."""
+    spec = ExpertSpec(2, 40, 24, 1)
+    weights = {key: t.to(dtype) for key, t in random_weights(spec, generator).items()}
+    strided = {key: t.T.contiguous().T for key, t in weights.items()}
+    for fmt in ("f32", "int8"):
+        plain = fill(CpuExperts(spec, parse_format(fmt)), weights)
+        turned = fill(CpuExperts(spec, parse_format(fmt)), strided)
+        x, ids, w = random_routing(spec, 6, generator)
+        x = x.to(dtype)
+        y = plain.forward(x, ids, w)
+        assert torch.equal(y, turned.forward(x.T.contiguous().T, ids, w))
+        assert torch.equal(y, plain.forward(x.float(), ids, w))
+
+
+@pytest.mark.parametrize("count", [1, 512])
+def test_number_of_experts(count: int, generator: torch.Generator) -> None:
+    spec = ExpertSpec(count, 32, 16, min(count, 10))
+    experts = fill(CpuExperts(spec, parse_format("f32")), random_weights(spec, generator))
+    for tokens in (1, 300):
+        x, ids, w = random_routing(spec, tokens, generator)
+        want = operator(spec, decoded(experts), x, ids, w, quantised=False)
+        assert relative(experts.forward(x, ids, w), want) < 5e-6
+
+
+@pytest.mark.parametrize("fmt", ["f32", "int8", "int4"])
+def test_waves_and_passes_change_nothing(fmt: str, generator: torch.Generator) -> None:
+    """A workspace too small for the results of one expert, and for the inputs of all tokens."""
+    spec = ExpertSpec(5, 96, 64, 3)
+    experts = fill(CpuExperts(spec, parse_format(fmt)), random_weights(spec, generator))
+    for tokens in (3, 40, 700):
+        x, ids, w = random_routing(spec, tokens, generator)
+        ids[:, 1] = 2
+        ids[0] = -1
+        x = x.bfloat16()
+        want = operator(spec, decoded(experts), x, ids, w, quantised=experts.format.quantised)
+        for wave_bytes, store_bytes in ((64 << 20, 160 << 20), (40_000, 160 << 20), (40_000, 9_000), (1, 1)):
+            before = _cpu.set_tuning(4, 8, wave_bytes, store_bytes)
+            try:
+                y = experts.forward(x, ids, w)
+            finally:
+                _cpu.set_tuning(*before)
+            assert relative(y, want) <= limit(fmt, tokens)
+
+
+def test_8192_tokens(generator: torch.Generator) -> None:
+    spec = ExpertSpec(3, 512, 32, 2)
+    experts = fill(CpuExperts(spec, parse_format("int8")), random_weights(spec, generator))
+    x, ids, w = random_routing(spec, 8192, generator)
+    want = operator(spec, decoded(experts), x, ids, w, quantised=True)
+    assert relative(experts.forward(x, ids, w), want) <= limit("int8", 8192)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_extreme_blocks_stay_finite(fmt: str, isa: str, generator: torch.Generator) -> None:
+    """Weights of +6e4 (sums beyond fp16), all-zero groups, extreme codes of both signs."""
+    spec = ExpertSpec(2, 128, 128, 2, activation=Activation(kind=ActKind.IDENTITY, up_limit=1.0))
+    weights = random_weights(spec, generator)
+    weights[0, "gate"][:16] = 6e4
+    weights[0, "down"][:, :64] = 6e4
+    weights[0, "down"][:, 64:] = -6e4
+    weights[1, "up"][:, 32:64] = 0
+    weights[1, "down"][:] = 0
+    experts = fill(CpuExperts(spec, parse_format(fmt), isa=isa), weights)
+    for tokens in (1, 6, 40):
+        x = torch.randn(tokens, 128, generator=generator).sign() * 0.01
+        x[0] = 1.0
+        ids = torch.tensor([[0, 1]]).expand(tokens, 2)
+        w = torch.ones(tokens, 2)
+        y = experts.forward(x, ids, w)
+        assert y.isfinite().all()
+        want = operator(spec, decoded(experts), x, ids, w, quantised=experts.format.quantised)
+        assert relative(y, want) <= 1e-2
+        only_zero = experts.forward(x, torch.ones(tokens, 1, dtype=torch.long), w[:, :1])
+        assert torch.equal(only_zero, torch.zeros(tokens, 128))
+        assert torch.equal(experts.forward(x * 0, ids, w), torch.zeros(tokens, 128))
+
+
+@pytest.mark.parametrize("fmt", ["f32", "int8", "int4"])
+def test_nan_reaches_only_its_token(fmt: str, generator: torch.Generator) -> None:
+    spec = ExpertSpec(2, 64, 64, 2)
+    experts = fill(CpuExperts(spec, parse_format(fmt)), random_weights(spec, generator))
+    for tokens in (4, 30):
+        x, ids, w = random_routing(spec, tokens, generator)
+        x[1, 5] = math.nan
+        x[2, 60] = math.inf
+        bad = experts.forward(x, ids, w).isnan().any(-1)
+        assert bad[1]
+        assert bad[2]
+        assert int(bad.sum()) == 2
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("fmt", "against_original"), [("int4 g32", 0.155), ("int8 g128", 0.02)])
+def test_accuracy_of_gaussian_experts(
+    fmt: str,
+    isa: str,
+    against_original: float,
+    generator: torch.Generator,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """2560 x 640: what remains against the decoded weights is the int8 activations."""
+    spec = ExpertSpec(2, 2560, 640, 2)
+    weights = random_weights(spec, generator)
+    experts = fill(CpuExperts(spec, parse_format(fmt), isa=isa), weights)
+    x, ids, w = random_routing(spec, 8, generator)
+    y = experts.forward(x, ids, w)
+    decoded_error = relative(y, operator(spec, decoded(experts), x, ids, w, quantised=False))
+    original_error = relative(y, operator(spec, weights, x, ids, w, quantised=False))
+    record_property("decoded_error", decoded_error)
+    record_property("original_error", original_error)
+    print(f"{fmt} {isa}: {decoded_error:.5f} decoded, {original_error:.5f} original")  # noqa: T201
+    assert decoded_error <= 0.015
+    assert original_error <= against_original
+
+
+def test_each_part_exactly_once(generator: torch.Generator) -> None:
+    spec = ExpertSpec(2, 32, 48, 1, has_bias=True)
+    weights = random_weights(spec, generator)
+    experts = CpuExperts(spec, parse_format("int8"))
+    assert len(experts.missing()) == 12
+    for at, ((e, part), tensor) in enumerate(weights.items()):
+        assert (e, part) in experts.missing()
+        with pytest.raises(RuntimeError, match="have not been put"):
+            experts.forward(torch.zeros(1, 32), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
+        experts.put(e, part, tensor)  # type: ignore[arg-type]
+        assert len(experts.missing()) == 11 - at
+        with pytest.raises(InputError, match=f"expert {e} {part}: given twice"):
+            experts.put(e, part, tensor)  # type: ignore[arg-type]
+    assert experts.missing() == []
+
+
+def test_bad_parts_are_refused() -> None:
+    spec = ExpertSpec(2, 32, 48, 1)
+    experts = CpuExperts(spec, parse_format("int8"))
+    with pytest.raises(InputError, match=r"expert 2 up: there are 2 experts"):
+        experts.put(2, "up", torch.zeros(48, 32))
+    with pytest.raises(InputError, match=r"expert 0 up_bias: these experts have only gate, up, down"):
+        experts.put(0, "up_bias", torch.zeros(48))
+    with pytest.raises(InputError, match=r"expert 0 up: shape \[32, 48\], must be \[48, 32\]"):
+        experts.put(0, "up", torch.zeros(32, 48))
+    with pytest.raises(InputError, match=r"must be float32, bfloat16 or float16"):
+        experts.put(0, "up", torch.zeros(48, 32, dtype=torch.float64))
+    with pytest.raises(InputError, match=r"expert 1 down in int8 g32: .*NaN"):
+        experts.put(1, "down", torch.full((32, 48), math.nan))
+    with pytest.raises(InputError, match=r"expert 1 down in int8 g32: .*too large"):
+        experts.put(1, "down", torch.full((32, 48), 1e30))
+    assert (1, "down") in experts.missing()
+    assert (0, "gate") in CpuExperts(replace(spec, has_gate=True), parse_format("f32")).missing()
+    assert (0, "gate") not in CpuExperts(replace(spec, has_gate=False), parse_format("f32")).missing()
+
+
+def test_shapes_of_a_step_are_checked(generator: torch.Generator) -> None:
+    spec = ExpertSpec(2, 32, 48, 2)
+    experts = fill(CpuExperts(spec, parse_format("int8")), random_weights(spec, generator))
+    ids, w = torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2)
+    with pytest.raises(ValueError, match="expected"):
+        experts.forward(torch.zeros(3, 31), ids, w)
+    with pytest.raises(ValueError, match="expected"):
+        experts.forward(torch.zeros(2, 32), ids, w)
+    with pytest.raises(ValueError, match="weights"):
+        experts.forward(torch.zeros(3, 32), ids, w[:, :1])
+    with pytest.raises(ValueError, match="expected"):
+        experts.down(torch.zeros(3, 1, 48), ids)
+
+
+def test_kernel_counts_are_calls_per_expert_and_projection(generator: torch.Generator) -> None:
+    spec = ExpertSpec(6, 64, 160, 2)
+    experts = fill(CpuExperts(spec, parse_format("int4"), isa="scalar"), random_weights(spec, generator))
+    ids = torch.tensor([[0, 1], [0, 2], [0, 3], [0, 4], [0, -1]])  # expert 0: 5 rows, others 1
+    for threads in (1, 2):
+        cpu.set_threads(threads)
+        cpu.reset_kernel_counts()
+        experts.forward(torch.randn(5, 64), ids, torch.ones(5, 2))
+        assert cpu.kernel_counts() == {"int4.scalar.gemv": 8, "int4.scalar.gemm": 2}
+    cpu.reset_kernel_counts()
+    assert cpu.kernel_counts() == {}
+
+
+def test_isa_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETERO_ISA", "scalar")
+    assert cpu.pick_isa("auto") == "scalar"
+    assert cpu.pick_isa(cpu.isas()[-1]) == cpu.isas()[-1]
+    monkeypatch.delenv("HETERO_ISA")
+    assert cpu.pick_isa("auto") == cpu.isas()[-1]
+    with pytest.raises(InputError, match="no instruction set 'sse9'"):
+        cpu.pick_isa("sse9")
+    for isa in ("avx2", "avx512", "amx"):
+        if isa not in cpu.isas():
+            with pytest.raises(MachineError, match=f"'{isa}': this machine lacks .+; it has scalar"):
+                cpu.pick_isa(isa)
+
+
+def test_isa_that_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(name: str) -> None:
+        raise RuntimeError("amx_tile, amx_int8")
+
+    monkeypatch.setattr("hetero._cpu.check_isa", lacks)
+    with pytest.raises(MachineError, match=r"'amx': this machine lacks amx_tile, amx_int8; it has scalar"):
+        cpu.pick_isa("amx")
+
+
+def test_too_little_memory() -> None:
+    spec = ExpertSpec(100_000, 8192, 8192, 1)
+    with pytest.raises(MachineError, match=r"100000 experts of 8192 x 8192 in int4 g32 needs .* available"):
+        CpuExperts(spec, parse_format("int4"))
+
+
+def test_mapping_refused_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero.hw.memory.require", lambda *args: None)
+    with pytest.raises(MachineError, match=r"the system refused .* available"):
+        CpuExperts(ExpertSpec(10_000_000, 8192, 8192, 1), parse_format("int4"))
