@@ -27,49 +27,64 @@ struct QuantScratch {
 };
 static_assert(sizeof(QuantScratch) <= kScratchBytes, "scratch of the quantised kernels");
 
-// int4 codes of one group of 32 k as a weight tile: 8 rows of 4 k. Symmetric codes become signed values.
-template <class T, int Format>
-inline const uint8_t* weight_tile(const uint8_t* w, uint8_t* to) {
-  if (Format == kInt8) return w;
-  T::template unpack<Format == kInt4 ? 8 : 0>(w, to);
-  return to;
-}
-
+// Codes of one group of 32 k as a weight tile: 8 rows of 4 k. Symmetric codes become signed values, so that
+// the results need no correction by the zero point: cheaper than to subtract it from every result.
 template <class T, int Format, int Result, int A>
 inline void group_dot(const int8_t* a, int64_t stride, int32_t* dots) {
   T::template zero<Result>();
   T::template load<A>(a, stride);
-  if (Format == kInt4)
-    T::template dot_ss<Result, A, 7>();
-  else
+  if (Format == kInt4a)
     T::template dot_su<Result, A, 7>();
+  else
+    T::template dot_ss<Result, A, 7>();
   T::template store<Result>(dots, 64);
 }
 
-// Results of `groups` (at most kBatch) groups for `rows` rows: into `sums`, from zero if `first`.
+// Turns the results of `groups` (at most kBatch) groups for `rows` rows into float and adds them to the sums.
 template <class T, int Format>
 struct Flush {
   using V = typename T::V;
   typename V::F scale[kBatch], minimum[kBatch];
 
-  void run(const int32_t (*dots)[kTileFloats], int groups, const float* scale_a, const int32_t* sum_a,
-           int64_t stride, int64_t rows, bool first, float* sums, int64_t ld, float* out, int64_t ldo) const {
-    for (int64_t m = 0; m < rows; m++) {
-      typename V::F acc = first ? V::zero() : V::load(sums + m * ld);
-      for (int j = 0; j < groups; j++) {
-        const typename V::F a = V::set1(scale_a[m * stride + j]);
-        const int32_t sum = sum_a[m * stride + j];
-        typename V::I dot = V::load_ints(dots[j] + m * kBlockRows);
-        if (Format == kInt8) dot = V::subi(dot, V::set1i(128 * sum));
+  struct Rest {  // what a step leaves to do
+    const int32_t (*dots)[kTileFloats];
+    const float* scale_a;
+    const int32_t* sum_a;
+    float *sums, *out;  // kBlockRows floats a row; the sums start from zero if `first`
+    int64_t out_ld, rows, groups;
+    bool first;
+  };
+
+  template <int Groups>
+  void rows_of(const Rest& r, int64_t stride) const {
+    for (int64_t m = 0; m < r.rows; m++) {
+      typename V::F acc = r.first ? V::zero() : V::load(r.sums + m * kBlockRows);
+      for (int j = 0; j < Groups; j++) {
+        const typename V::F a = V::set1(r.scale_a[m * stride + j]);
+        const typename V::I dot = V::load_ints(r.dots[j] + m * kBlockRows);
         acc = V::fma(V::to_float(dot), V::mul(scale[j], a), acc);
-        if (Format == kInt4a) acc = V::fma(V::set1(static_cast<float>(sum)), V::mul(minimum[j], a), acc);
+        if (Format == kInt4a)
+          acc = V::fma(V::set1(static_cast<float>(r.sum_a[m * stride + j])), V::mul(minimum[j], a), acc);
       }
-      V::store(out + m * ldo, acc);
+      V::store(r.out + m * r.out_ld, acc);
+    }
+  }
+  void run(const Rest& r, int64_t stride) const {
+    switch (r.groups) {
+      case 1:
+        return rows_of<1>(r, stride);
+      case 2:
+        return rows_of<2>(r, stride);
+      case 3:
+        return rows_of<3>(r, stride);
+      default:
+        return rows_of<kBatch>(r, stride);
     }
   }
 };
 
-// One block against rows m0 .. m0 + rows, at most kChunkRows.
+// One block against rows m0 .. m0 + rows, at most kChunkRows. The tiles of a step run while the results of
+// the step before are flushed.
 template <class T, int Format>
 void quant_block(const uint8_t* w, const Layout* layout, const Rows* x, int64_t m0, int64_t rows, float* y,
                  int64_t ldy, QuantScratch* scratch) {
@@ -78,23 +93,24 @@ void quant_block(const uint8_t* w, const Layout* layout, const Rows* x, int64_t 
   const int64_t k_pad = layout->k_pad, groups = k_pad / kActGroup, per_scale = layout->group / kActGroup;
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(w + layout->scale_offset);
   const uint16_t* minima = reinterpret_cast<const uint16_t*>(w + layout->min_offset);
-  for (int64_t g = 0; g < groups; g += kBatch) {
-    const int batch = static_cast<int>(groups - g < kBatch ? groups - g : kBatch);
-    const bool first = g == 0, last = g + kBatch >= groups;
-    Flush<T, Format> flush;
-    const uint8_t* codes[kBatch];
-    for (int j = 0; j < batch; j++) {
-      flush.scale[j] = V::half(scales + (g + j) / per_scale * kBlockRows);
-      if (Format == kInt4a) flush.minimum[j] = V::half(minima + (g + j) / per_scale * kBlockRows);
+  Flush<T, Format> flush[2];
+  typename Flush<T, Format>::Rest rest = {};
+  int side = 0, rest_side = 0, buffer = 0;
+  for (int64_t g = 0; g < groups; g += kBatch, side ^= 1) {
+    const int64_t batch = groups - g < kBatch ? groups - g : kBatch;
+    const bool last = g + kBatch >= groups;
+    for (int64_t j = 0; j < batch; j++) {
+      flush[side].scale[j] = V::half(scales + (g + j) / per_scale * kBlockRows);
+      if (Format == kInt4a) flush[side].minimum[j] = V::half(minima + (g + j) / per_scale * kBlockRows);
       const uint8_t* at = w + (g + j) * kBytes;
       for (int64_t line = 0; line < kBytes; line += 64) V::prefetch(at + kAhead + line);
-      codes[j] = weight_tile<T, Format>(at, scratch->codes[j]);
+      T::template unpack<Format>(at, scratch->codes[j]);
     }
-    for (int64_t m = 0; m < rows; m += kTileRows) {
+    for (int64_t m = 0; m < rows; m += kTileRows, buffer ^= 1) {
       const int64_t tile_rows = rows - m < kTileRows ? rows - m : kTileRows;
-      int32_t (*dots)[kTileFloats] = scratch->dots[m / kTileRows % 2];
-      for (int j = 0; j < batch; j++) {
-        T::template load<7>(codes[j], 64);
+      int32_t (*dots)[kTileFloats] = scratch->dots[buffer];
+      for (int64_t j = 0; j < batch; j++) {
+        T::template load<7>(scratch->codes[j], 64);
         const int8_t* a = x->q + (m0 + m) * k_pad + (g + j) * kActGroup;
         if (tile_rows < kTileRows) {
           if (j % 2)
@@ -107,12 +123,22 @@ void quant_block(const uint8_t* w, const Layout* layout, const Rows* x, int64_t 
           group_dot<T, Format, 0, 4>(a, k_pad, dots[j]);
         }
       }
-      float* sums = scratch->sums + m * kBlockRows;
+      if (rest.rows) flush[rest_side].run(rest, groups);
       const int64_t at = (m0 + m) * groups + g;
-      flush.run(dots, batch, x->scale + at, x->sum + at, groups, tile_rows, first, sums, kBlockRows,
-                last ? y + (m0 + m) * ldy : sums, last ? ldy : kBlockRows);
+      float* sums = scratch->sums + m * kBlockRows;
+      rest = {dots,
+              x->scale + at,
+              x->sum + at,
+              sums,
+              last ? y + (m0 + m) * ldy : sums,
+              last ? ldy : kBlockRows,
+              tile_rows,
+              batch,
+              g == 0};
+      rest_side = side;
     }
   }
+  flush[rest_side].run(rest, groups);
 }
 
 template <class T, int Format>

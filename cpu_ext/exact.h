@@ -50,6 +50,7 @@ inline void quant_tile(const uint8_t* w, const Layout* layout, const Rows* x, in
       for (int64_t line = 0; line < kBytes; line += 64) P::prefetch(w + kAhead + line);
       for (int h = 0; h < kHalves; h++) {
         const typename P::W codes = P::template decode<Format>(w + h * P::kLanes * 4);
+#pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
           const typename P::I dot =
               P::template dot<Format>(codes, q + m * layout->k_pad + g * kActGroup, sum[m * groups + g]);

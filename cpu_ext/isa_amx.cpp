@@ -52,11 +52,14 @@ struct Tiles {
   static void dot_bf16() {
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Result), "i"(A), "i"(B));
   }
-  template <int Zero>
+  // The codes of 32 k; less the zero point where the format has one.
+  template <int Format>
   static void unpack(const uint8_t* w, uint8_t* to) {
-    const Avx512::W codes = Avx512::decode<kInt4>(w);
+    const Avx512::W codes = Avx512::decode<Format>(w);
     for (int i = 0; i < 8; i++) {
-      const __m512i value = Zero ? _mm512_sub_epi8(codes.v[i], _mm512_set1_epi8(Zero)) : codes.v[i];
+      __m512i value = codes.v[i];
+      if (Format == kInt8) value = _mm512_xor_si512(value, _mm512_set1_epi8(static_cast<char>(0x80)));
+      if (Format == kInt4) value = _mm512_sub_epi8(value, _mm512_set1_epi8(8));
       _mm512_store_si512(to + 64 * i, value);
     }
   }

@@ -111,13 +111,11 @@ struct Twin {
         memcpy(c.data[m] + 4 * n, &total, 4);
       }
   }
-  template <int Zero>
+  template <int Format>
   static void unpack(const uint8_t* w, uint8_t* to) {
-    for (int step = 0; step < 4; step++)
-      for (int i = 0; i < 64; i++) {
-        to[128 * step + i] = static_cast<uint8_t>((w[64 * step + i] & 15) - Zero);
-        to[128 * step + 64 + i] = static_cast<uint8_t>((w[64 * step + i] >> 4) - Zero);
-      }
+    constexpr int kZero = Format == kInt8 ? 128 : Format == kInt4 ? 8 : 0;
+    const Scalar::W codes = Scalar::decode<Format>(w);
+    for (int i = 0; i < 512; i++) to[i] = static_cast<uint8_t>(codes.v[i / 64][i % 64] - kZero);
   }
   static void round(const float* from, int64_t n, uint16_t* to) {
     for (int64_t i = 0; i < n; i++) {
