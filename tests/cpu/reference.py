@@ -106,12 +106,12 @@ def _codes(fmt: Format, blocks: np.ndarray, count: int, k_pad: int) -> np.ndarra
 
 
 def quantised_rows(x: Tensor) -> Tensor:
-    """float64 values of rows [..., K] after int8 quantisation in groups of 32."""
+    """float64 values of rows [..., K] after int8 quantisation in groups of 32, rounded in float32."""
     k = x.shape[-1]
-    padded = torch.nn.functional.pad(x.double(), (0, -k % 32)).unflatten(-1, (-1, 32))
-    scale = padded.abs().amax(-1, keepdim=True) / 127
-    codes = torch.where(scale > 0, torch.round(padded / torch.where(scale > 0, scale, 1)), 0)
-    return (codes * scale).flatten(-2)[..., :k]
+    padded = torch.nn.functional.pad(x.float(), (0, -k % 32)).unflatten(-1, (-1, 32))
+    amax = padded.abs().amax(-1, keepdim=True)
+    codes = torch.where(amax > 0, torch.round(padded * (127 / amax)), 0)
+    return (codes.double() * (amax / 127).double()).flatten(-2)[..., :k]
 
 
 def activate(act: Activation, gate: Tensor, up: Tensor, has_gate: bool) -> Tensor:

@@ -43,12 +43,13 @@ GPT_OSS = Activation(alpha=1.702, gate_max=7.0, up_limit=7.0, up_offset=1.0)
 def limit(fmt: str, tokens: int) -> float:
     """Relative norm allowed against a reference that rounds activations to int8 as the operator does.
 
-    A float32 sum that lands on the other side of a rounding moves one code of h, hence 2e-3; bulk kernels
-    may multiply in bf16.
+    Where a sum in float32 and one in float64 fall on two sides of a rounding, one code of h differs by one:
+    up to 4e-3 with so few values. A lost group or a wrong zero point is above 5e-2. Bulk kernels may
+    multiply in bf16.
     """
     if tokens > 16:
         return 5e-6 if fmt == "f32" else 1e-2
-    return 5e-6 if fmt in ("f32", "bf16") else 2e-3
+    return 5e-6 if fmt in ("f32", "bf16") else 8e-3
 
 
 @pytest.mark.parametrize("isa", ISAS)
