@@ -165,7 +165,7 @@ def _follow(module: ModuleInfo, above: Assignment, experts_on: dict[str, str]) -
 
 def _complain(one: _Ready, modules: Sequence[ModuleInfo]) -> str:
     if not one.matched:
-        return f"matched 0 modules{_why_nothing(one.rule.match, modules)}"
+        return f"matched 0 modules{_why_nothing(one, modules)}"
     count = f"places nothing: the {one.matched} {_modules(one.matched)} that it matches "
     count = count.replace("the 1 module that it matches", "the module that it matches")
     if not one.inside:
@@ -180,8 +180,9 @@ def _tally(counts: Mapping[str, int]) -> str:
     return listed(f"{label} ({count})" for label, count in counts.items())
 
 
-def _why_nothing(match: Match, modules: Sequence[ModuleInfo]) -> str:
+def _why_nothing(one: _Ready, modules: Sequence[ModuleInfo]) -> str:
     """Which condition fails, and what the model has that looks like it."""
+    match = one.rule.match
     where = match.where
     parts = {
         "name": Match(where, name=match.name) if match.name is not None else None,
@@ -192,16 +193,23 @@ def _why_nothing(match: Match, modules: Sequence[ModuleInfo]) -> str:
     text = ""
     if len(alone) > 1:
         text = ": " + listed(f"'{key}' alone matches {count}" for key, count in alone.items())
+    if one.schema.needs_moe_block:
+        blocks = list(dict.fromkeys(_starred(m.name) for m in modules if MOE_BLOCK in m.classes))
+        return text + (
+            f"; the MoE blocks are {listed(blocks[:_SHOWN])}" if blocks else "; the model has no MoE block"
+        )
     close: list[str] = []
     if alone.get("name") == 0 and match.name is not None:
-        names = list(dict.fromkeys(re.sub(r"\b[0-9]+\b", "*", m.name) for m in modules))
-        wanted = _as_glob(match.name.pattern)
-        level = [name for name in names if name.count(".") == wanted.count(".")]
-        close = difflib.get_close_matches(wanted, level or names, n=1, cutoff=0.5)
+        names = list(dict.fromkeys(_starred(m.name) for m in modules))
+        close = difflib.get_close_matches(_as_glob(match.name.pattern), names, n=1, cutoff=0.5)
     elif alone.get("class") == 0 and match.cls is not None:
         classes = list(dict.fromkeys(c for m in modules for c in m.classes))
         close = difflib.get_close_matches(match.cls.strip("*"), classes, n=1, cutoff=0.5)
     return text + (f"; the closest in the model is '{close[0]}'" if close else "")
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"\b[0-9]+\b", "*", name)
 
 
 def _as_glob(pattern: str) -> str:

@@ -155,10 +155,17 @@ def test_a_pattern_that_hits_nothing(tmp_path: Path) -> None:
 
 
 def test_a_pattern_that_hits_nothing_names_what_is_close(tmp_path: Path) -> None:
-    wrong_class = GOOD.replace("MoeBlock", "TinySparseMoEBlock")
-    assert "the closest in the model is 'TinySparseMoeBlock'" in fails(write(tmp_path, wrong_class))
-    both = GOOD.replace("class: MoeBlock", r"name: 'attn$', class: MoeBlock")
-    assert "'name' alone matches 12, 'class' alone matches 12" in fails(write(tmp_path, both))
+    wrong = rules(keep("norms", "class: TinyRMSnorm", "cpu"), MOE, REST)
+    assert "the closest in the model is 'TinyRMSNorm'" in fails(write(tmp_path, wrong))
+    wrong = rules(keep("norms", r"name: '^model\.layers\.\d+\.input_norm$'", "cpu"), MOE, REST)
+    assert "the closest in the model is 'model.layers.*.input_layernorm'" in fails(write(tmp_path, wrong))
+    both = GOOD.replace("class: MoeBlock", "name: 'attn$', class: MoeBlock")
+    message = fails(write(tmp_path, both))
+    assert (
+        "'name' alone matches 12, 'class' alone matches 12; the MoE blocks are model.layers.*.mlp" in message
+    )
+    no_block = fails(write(tmp_path, GOOD), tree(dense=12))
+    assert "matched 0 modules; the model has no MoE block" in no_block
 
 
 @pytest.mark.parametrize("block", ["mlp", "block_sparse_moe"])
@@ -174,7 +181,7 @@ def test_both_spellings_of_a_mixtral_block_fare_the_same_or_fail(tmp_path: Path,
     assert "rule 1 'experts': matched 0 modules" in message
     if block == "mlp":
         named = GOOD.replace("class: MoeBlock", r"name: '^model\.layers\.\d+\.block_sparse_moe$'")
-        assert "the closest in the model is 'model.layers.*.mlp'" in fails(write(tmp_path, named), modules)
+        assert "the MoE blocks are model.layers.*.mlp" in fails(write(tmp_path, named), modules)
 
 
 def test_a_shadowed_rule_names_those_before_it(tmp_path: Path) -> None:
