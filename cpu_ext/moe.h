@@ -9,11 +9,9 @@
 #include "arena.h"
 #include "kernels.h"
 #include "pool.h"
+#include "rows.h"
 
 namespace hetero {
-
-// Type of a tensor that the caller hands in.
-enum class DType : int32_t { kF32 = 0, kBf16 = 1, kF16 = 2 };
 
 // Calls of each kernel: one per (expert, projection) of a step. Read and reset at any time.
 struct KernelCounters {
@@ -41,18 +39,6 @@ struct ExpertsConfig {
   int32_t format, group;
   bool has_bias;
   Act act;
-};
-
-// A packed activation store: rows of k_pad values in the form that the format needs.
-struct RowStore {
-  int64_t k_pad = 0;
-  int8_t* q = nullptr;
-  float* scale = nullptr;
-  int32_t* sum = nullptr;
-  float* f32 = nullptr;
-  Rows at(int64_t row, int64_t rows) const;
-  static size_t bytes(bool quantised, int64_t rows, int64_t k_pad);
-  static RowStore carve(uint8_t** cursor, bool quantised, int64_t rows, int64_t k_pad);
 };
 
 // What a step needs beside the weights. Shared by all operators, guarded by Context::lock; it grows to the
@@ -128,6 +114,9 @@ class Experts {
 
  private:
   friend struct Step;
+  enum class Mode { kWhole, kGateUp, kDown };
+  void run(Context& context, Mode mode, const void* x, DType type, const Routing& routing,
+           const float* weights, float* out) const;
   const uint8_t* expert(int64_t e) const { return arena_.data() + e * expert_bytes_; }
   const float* bias(int64_t e, Part part) const;
 

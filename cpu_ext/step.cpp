@@ -1,0 +1,500 @@
+// One step of the operator: grouping by expert, the phases, and the work of a chunk.
+#include <algorithm>
+#include <cstring>
+
+#include "moe.h"
+
+namespace hetero {
+namespace {
+
+constexpr int64_t kUnit = 32;                // outputs of gate/up that one unit of work covers
+constexpr int64_t kTileFloats = 128 * 1024;  // results of one item before activation or sum: half of L2
+constexpr int64_t kGatherBytes = 1 << 20;    // activations of one item
+constexpr int64_t kPiecesPerThread = 8;      // items per thread, so that late threads can be helped
+constexpr int64_t kUnitCost = 8;             // reading a unit's weights costs like computing 8 rows
+
+constexpr int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+}  // namespace
+
+// Everything that the phases of one pass share. It lives on the caller's stack for the duration of the step.
+struct Step {
+  using Mode = Experts::Mode;
+
+  Step(const Experts& experts, Context& context, Mode step_mode)
+      : op(experts), ctx(context), ws(context.workspace), mode(step_mode) {}
+
+  const Experts& op;
+  Context& ctx;
+  Workspace& ws;
+  const Mode mode;
+  bool exact = false;
+
+  const uint8_t* x = nullptr;  // [x_rows, k_in] of `type`
+  DType type = DType::kF32;
+  int64_t tokens = 0, slots = 0, x_rows = 0, k_in = 0;
+  int64_t pairs_kept = 0;
+  const float* weights = nullptr;
+  float* out = nullptr;
+
+  RowStore xs, hs;     // inputs by token (by pair for Mode::kDown); hidden rows by position
+  float* y = nullptr;  // results of down by position - wave_begin, ldy columns each
+  int64_t ldy = 0, wave_begin = 0, wave_end = 0;
+  int64_t strip = 1;  // blocks of a strip of down
+  int64_t x_chunk = 1, column_chunk = 0;
+  int64_t max_rows = 1, tile_floats = 0;
+  uint8_t* thread_memory = nullptr;
+  size_t thread_bytes = 0;
+
+  struct Buffers {
+    void* scratch;
+    RowStore gather;
+    float* tile;
+    float* row;
+  };
+
+  const Layout& in_layout() const { return mode == Mode::kDown ? op.down_ : op.up_; }
+
+  int64_t row_floats() const {
+    return std::max(std::max(op.up_.k_pad, op.down_.k_pad), std::max(op.up_.n_pad, op.down_.n_pad)) + kUnit;
+  }
+
+  size_t buffer_bytes() const {
+    return static_cast<size_t>(kScratchBytes) + RowStore::bytes(op.quantised_, max_rows, in_layout().k_pad) +
+           align64(static_cast<size_t>(tile_floats) * 4) + align64(static_cast<size_t>(row_floats()) * 4);
+  }
+
+  Buffers buffers(int thread) const {
+    uint8_t* cursor = thread_memory + thread_bytes * static_cast<size_t>(thread);
+    Buffers b;
+    b.scratch = cursor;
+    cursor += kScratchBytes;
+    b.gather = RowStore::carve(&cursor, op.quantised_, max_rows, in_layout().k_pad);
+    b.tile = reinterpret_cast<float*>(cursor);
+    cursor += align64(static_cast<size_t>(tile_floats) * 4);
+    b.row = reinterpret_cast<float*>(cursor);
+    return b;
+  }
+
+  RowClass row_class(int64_t rows) const {
+    if (rows <= ctx.tuning.gemv_rows) return kGemv;
+    return exact || rows <= ctx.tuning.gemm_rows ? kGemm : kBulk;
+  }
+
+  GemmFn kernel(int64_t group_rows, bool first) const {
+    const RowClass c = row_class(group_rows);
+    if (first) op.isa_.counters->calls[op.config_.format][c].fetch_add(1, std::memory_order_relaxed);
+    return op.isa_.table->gemm[op.config_.format][c].fn;
+  }
+
+  // -- input
+
+  void input_row(int64_t row, float* tmp) {
+    const uint8_t* src = x + static_cast<size_t>(row * k_in) * element_bytes(type);
+    const int64_t k_pad = xs.k_pad;
+    if (op.quantised_) {
+      const float* values = reinterpret_cast<const float*>(src);
+      if (type != DType::kF32) {
+        widen(src, type, k_in, 1, tmp);
+        values = tmp;
+      }
+      const int64_t groups = k_pad / kActGroup;
+      op.isa_.table->quantize(values, k_in, k_pad, xs.q + row * k_pad, xs.scale + row * groups,
+                              xs.sum + row * groups);
+    } else {
+      widen(src, type, k_in, 1, xs.f32 + row * k_pad);
+      std::fill(xs.f32 + row * k_pad + k_in, xs.f32 + (row + 1) * k_pad, 0.0f);
+    }
+  }
+
+  static void input_phase(void* self, int64_t chunk, int thread) {
+    Step& s = *static_cast<Step*>(self);
+    float* tmp = s.buffers(thread).row;
+    const int64_t end = std::min(s.x_rows, (chunk + 1) * s.x_chunk);
+    for (int64_t row = chunk * s.x_chunk; row < end; ++row) s.input_row(row, tmp);
+  }
+
+  // -- routing
+
+  int64_t id_of(const Routing& r, int64_t first_pair, int64_t pair) const {
+    return r.wide ? static_cast<const int64_t*>(r.ids)[first_pair + pair]
+                  : static_cast<const int32_t*>(r.ids)[first_pair + pair];
+  }
+
+  // Counting sort of the pairs by expert; pairs of an expert stay in ascending order.
+  void group_pairs(const Routing& r, int64_t first_pair) {
+    const int64_t pairs = tokens * slots, experts = op.config_.experts;
+    ws.counts.assign(static_cast<size_t>(experts), 0);
+    ws.position.resize(static_cast<size_t>(pairs));
+    ws.order.resize(static_cast<size_t>(pairs));
+    ws.groups.clear();
+    for (int64_t p = 0; p < pairs; ++p) {
+      const int64_t e = id_of(r, first_pair, p);
+      if (e >= 0 && e < experts) ++ws.counts[static_cast<size_t>(e)];
+    }
+    int64_t first = 0;
+    for (int64_t e = 0; e < experts; ++e) {
+      int64_t& count = ws.counts[static_cast<size_t>(e)];
+      const int64_t rows = count;
+      if (rows > 0) ws.groups.push_back({static_cast<int32_t>(e), first, rows});
+      count = first;
+      first += rows;
+    }
+    pairs_kept = first;
+    for (int64_t p = 0; p < pairs; ++p) {
+      const int64_t e = id_of(r, first_pair, p);
+      if (e < 0 || e >= experts) {
+        ws.position[static_cast<size_t>(p)] = -1;
+        continue;
+      }
+      const int64_t at = ws.counts[static_cast<size_t>(e)]++;
+      ws.position[static_cast<size_t>(p)] = static_cast<int32_t>(at);
+      ws.order[static_cast<size_t>(at)] = static_cast<int32_t>(p);
+    }
+    ws.by_size.resize(ws.groups.size());
+    for (size_t i = 0; i < ws.groups.size(); ++i) ws.by_size[i] = static_cast<int32_t>(i);
+    if (!exact) {
+      // Large experts first: the short items at the end even out the threads.
+      std::sort(ws.by_size.begin(), ws.by_size.end(), [&](int32_t a, int32_t b) {
+        const int64_t ra = ws.groups[static_cast<size_t>(a)].rows,
+                      rb = ws.groups[static_cast<size_t>(b)].rows;
+        return ra != rb ? ra > rb : a < b;
+      });
+    }
+  }
+
+  // Splits the groups within positions [begin, end) into items of about equal cost.
+  void build_items(std::vector<Workspace::Item>* items, int64_t begin, int64_t end, int64_t units,
+                   int64_t unit_floats) {
+    items->clear();
+    int64_t cost = 0;
+    for (const auto& g : ws.groups) {
+      const int64_t rows = std::min(end, g.first + g.rows) - std::max(begin, g.first);
+      if (rows > 0) cost += units * (kUnitCost + rows);
+    }
+    const int64_t target = std::max<int64_t>(1, cost / (ctx.pool->threads() * kPiecesPerThread));
+    for (const int32_t index : ws.by_size) {
+      const auto& g = ws.groups[static_cast<size_t>(index)];
+      const int64_t from = std::max(begin, g.first) - g.first;
+      const int64_t rows = std::min(end, g.first + g.rows) - g.first - from;
+      if (rows <= 0) continue;
+      const int64_t parts = ceil_div(rows, max_rows);
+      for (int64_t part = 0; part < parts; ++part) {
+        const int64_t row = from + rows * part / parts;
+        const int64_t m = from + rows * (part + 1) / parts - row;
+        const int64_t most = std::max<int64_t>(1, kTileFloats / (m * unit_floats));
+        const int64_t want = std::clamp<int64_t>(target / (kUnitCost + m), 1, std::min(units, most));
+        const int64_t n = ceil_div(units, want);
+        for (int64_t i = 0; i < n; ++i) {
+          const int64_t u0 = units * i / n, u1 = units * (i + 1) / n;
+          items->push_back({index, row, m, u0, u1 - u0});
+        }
+      }
+    }
+  }
+
+  int64_t source(const Workspace::Group& g, int64_t row) const {
+    const int64_t pair = ws.order[static_cast<size_t>(g.first + row)];
+    return mode == Mode::kDown ? pair : pair / slots;
+  }
+
+  // The input rows of an item, side by side: in place where they already are.
+  Rows gather(const Workspace::Group& g, const Workspace::Item& item, const RowStore& to) const {
+    const int64_t first = source(g, item.row);
+    bool in_place = true;
+    for (int64_t m = 1; m < item.rows && in_place; ++m) in_place = source(g, item.row + m) == first + m;
+    if (in_place) return xs.at(first, item.rows);
+    const size_t k = static_cast<size_t>(xs.k_pad), n = k / kActGroup;
+    for (int64_t m = 0; m < item.rows; ++m) {
+      const size_t src = static_cast<size_t>(source(g, item.row + m)), dst = static_cast<size_t>(m);
+      if (op.quantised_) {
+        std::memcpy(to.q + dst * k, xs.q + src * k, k);
+        std::memcpy(to.scale + dst * n, xs.scale + src * n, n * 4);
+        std::memcpy(to.sum + dst * n, xs.sum + src * n, n * 4);
+      } else {
+        std::memcpy(to.f32 + dst * k, xs.f32 + src * k, k * 4);
+      }
+    }
+    return to.at(0, item.rows);
+  }
+
+  static void add_bias(const float* bias, int64_t n, float* y) {
+    for (int64_t i = 0; i < n; ++i) y[i] += bias[i];
+  }
+
+  // -- gate and up
+
+  static void gate_up_phase(void* self, int64_t chunk, int thread) {
+    Step& s = *static_cast<Step*>(self);
+    s.gate_up_item(s.ws.up_items[static_cast<size_t>(chunk)], s.buffers(thread));
+  }
+
+  void gate_up_item(const Workspace::Item& item, const Buffers& b) {
+    const auto& g = ws.groups[static_cast<size_t>(item.group)];
+    const int64_t inter = op.config_.intermediate, mats = op.mats_;
+    const int64_t block0 = item.unit * 2;
+    const int64_t blocks = std::min(op.up_.n_pad / kBlockRows, block0 + item.units * 2) - block0;
+    const int64_t col0 = block0 * kBlockRows, cols = blocks * kBlockRows;
+    const int64_t valid = std::min(inter - col0, cols);  // columns that exist
+    const int64_t ld = cols * mats;
+    const Rows rows = gather(g, item, b.gather);
+    kernel(g.rows, item.row == 0 && item.unit == 0)(op.expert(g.expert) + block0 * mats * op.up_.block_bytes,
+                                                    blocks * mats, &op.up_, &rows, b.tile, ld, b.scratch);
+    const float* gate_bias = op.bias(g.expert, Experts::kGateBias);
+    const float* up_bias = op.bias(g.expert, Experts::kUpBias);
+    for (int64_t m = 0; m < item.rows; ++m) {
+      float* tile = b.tile + m * ld;
+      if (op.config_.has_bias) {
+        for (int64_t i = 0; i < blocks; ++i) {
+          const int64_t n = std::min<int64_t>(kBlockRows, valid - i * kBlockRows);
+          float* at = tile + i * kBlockRows * mats;
+          if (mats == 2) add_bias(gate_bias + col0 + i * kBlockRows, n, at);
+          add_bias(up_bias + col0 + i * kBlockRows, n, at + kBlockRows * (mats - 1));
+        }
+      }
+      const int64_t position = g.first + item.row + m;
+      if (mode == Mode::kGateUp) {
+        store_gate_up(tile, blocks, col0, valid, ws.order[static_cast<size_t>(position)]);
+      } else {
+        activate(tile, blocks, col0, valid, position, b.row);
+      }
+    }
+  }
+
+  void store_gate_up(const float* tile, int64_t blocks, int64_t col0, int64_t valid, int64_t pair) {
+    const int64_t inter = op.config_.intermediate, mats = op.mats_;
+    float* to = out + pair * inter * mats + col0;
+    for (int64_t i = 0; i < blocks; ++i) {
+      const size_t n = static_cast<size_t>(std::min<int64_t>(kBlockRows, valid - i * kBlockRows));
+      for (int64_t mat = 0; mat < mats; ++mat) {
+        std::memcpy(to + mat * inter + i * kBlockRows, tile + (i * mats + mat) * kBlockRows, n * 4);
+      }
+    }
+  }
+
+  // h of one row and a range of columns, straight into the store of down's inputs. A range starts at a
+  // multiple of 32 columns, so it owns whole groups of the quantisation.
+  void activate(const float* tile, int64_t blocks, int64_t col0, int64_t valid, int64_t position,
+                float* row) {
+    const int64_t mats = op.mats_, k_pad = hs.k_pad;
+    const bool last = col0 + blocks * kBlockRows >= op.up_.n_pad;
+    const int64_t end = last ? k_pad : col0 + blocks * kBlockRows;
+    float* h = op.quantised_ ? row : hs.f32 + position * k_pad + col0;
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int64_t n = std::min<int64_t>(kBlockRows, valid - i * kBlockRows);
+      const float* first = tile + i * kBlockRows * mats;
+      op.isa_.table->act(first, first + kBlockRows * (mats - 1), h + i * kBlockRows, n, &op.config_.act);
+    }
+    if (op.quantised_) {
+      const int64_t groups = k_pad / kActGroup, g0 = position * groups + col0 / kActGroup;
+      op.isa_.table->quantize(h, valid, end - col0, hs.q + position * k_pad + col0, hs.scale + g0,
+                              hs.sum + g0);
+    } else {
+      std::fill(h + valid, h + (end - col0), 0.0f);
+    }
+  }
+
+  // -- down
+
+  // Few tokens: a chunk computes one strip of columns for every expert, then the weighted sum of the strip,
+  // so no result leaves the core and no barrier stands between product and sum.
+  static void strip_phase(void* self, int64_t chunk, int thread) {
+    Step& s = *static_cast<Step*>(self);
+    s.strip_item(chunk, s.buffers(thread));
+  }
+
+  void strip_item(int64_t chunk, const Buffers& b) {
+    const int64_t hidden = op.config_.hidden;
+    const int64_t block0 = chunk * strip;
+    const int64_t blocks = std::min(op.down_.n_pad / kBlockRows - block0, strip);
+    const int64_t col0 = block0 * kBlockRows, ld = blocks * kBlockRows;
+    const int64_t valid = std::min(hidden - col0, ld);
+    for (const auto& g : ws.groups) {
+      const Rows rows = hs.at(g.first, g.rows);
+      kernel(g.rows, chunk == 0)(op.expert(g.expert) + op.down_offset_ + block0 * op.down_.block_bytes,
+                                 blocks, &op.down_, &rows, b.tile + g.first * ld, ld, b.scratch);
+      if (op.config_.has_bias) {
+        const float* bias = op.bias(g.expert, Experts::kDownBias) + col0;
+        for (int64_t m = 0; m < g.rows; ++m) add_bias(bias, valid, b.tile + (g.first + m) * ld);
+      }
+    }
+    for (int64_t t = 0; t < tokens; ++t) sum_slots(t, b.tile, ld, col0, valid, 0, pairs_kept);
+  }
+
+  // Adds the results at positions [begin, end) of one token to out, in slot order.
+  void sum_slots(int64_t token, const float* results, int64_t ld, int64_t col0, int64_t n, int64_t begin,
+                 int64_t end) {
+    float* to = out + token * op.config_.hidden + col0;
+    if (begin == 0) std::fill(to, to + n, 0.0f);
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      const int64_t pair = token * slots + slot;
+      const int64_t at = ws.position[static_cast<size_t>(pair)];
+      if (at >= begin && at < end) op.isa_.table->axpy(weights[pair], results + (at - begin) * ld, to, n);
+    }
+  }
+
+  // Many tokens: items of one expert each; the results wait in y for the sum.
+  static void down_phase(void* self, int64_t chunk, int thread) {
+    Step& s = *static_cast<Step*>(self);
+    s.down_item(s.ws.down_items[static_cast<size_t>(chunk)], s.buffers(thread));
+  }
+
+  void down_item(const Workspace::Item& item, const Buffers& b) {
+    const auto& g = ws.groups[static_cast<size_t>(item.group)];
+    const int64_t hidden = op.config_.hidden, col0 = item.unit * kBlockRows;
+    const int64_t valid = std::min(hidden - col0, item.units * kBlockRows);
+    const int64_t position = g.first + item.row;
+    const bool whole = mode == Mode::kWhole;
+    const Rows rows = whole ? hs.at(position, item.rows) : gather(g, item, b.gather);
+    float* to = whole ? y + (position - wave_begin) * ldy + col0 : b.tile;
+    const int64_t ld = whole ? ldy : item.units * kBlockRows;
+    kernel(g.rows, item.row == 0 && item.unit == 0)(
+        op.expert(g.expert) + op.down_offset_ + item.unit * op.down_.block_bytes, item.units, &op.down_,
+        &rows, to, ld, b.scratch);
+    for (int64_t m = 0; m < item.rows; ++m) {
+      if (op.config_.has_bias) add_bias(op.bias(g.expert, Experts::kDownBias) + col0, valid, to + m * ld);
+      if (!whole) {
+        const int64_t pair = ws.order[static_cast<size_t>(position + m)];
+        std::memcpy(out + pair * hidden + col0, to + m * ld, static_cast<size_t>(valid) * 4);
+      }
+    }
+  }
+
+  static void sum_phase(void* self, int64_t chunk, int) {
+    Step& s = *static_cast<Step*>(self);
+    const int64_t pieces = ceil_div(s.op.config_.hidden, s.column_chunk);
+    const int64_t col0 = chunk % pieces * s.column_chunk;
+    const int64_t n = std::min(s.op.config_.hidden - col0, s.column_chunk);
+    s.sum_slots(chunk / pieces, s.y + col0, s.ldy, col0, n, s.wave_begin, s.wave_end);
+  }
+
+  // The end of the wave that begins at position `begin`: whole experts while they fit, else a part of one.
+  int64_t wave_limit(int64_t begin, int64_t most) const {
+    int64_t end = begin;
+    for (const auto& g : ws.groups) {
+      if (g.first + g.rows <= begin) continue;
+      if (g.first + g.rows - begin > most) return end > begin ? end : begin + most;
+      end = g.first + g.rows;
+    }
+    return end;
+  }
+
+  // -- the pass
+
+  void run(const Routing& routing, int64_t first_pair) {
+    group_pairs(routing, first_pair);
+    const bool q = op.quantised_;
+    const int64_t hidden = op.config_.hidden, pairs = tokens * slots;
+    x_rows = mode == Mode::kDown ? pairs : tokens;
+    k_in = in_layout().k;
+    const int64_t k_pad = in_layout().k_pad, blocks = op.down_.n_pad / kBlockRows;
+    const bool in_place = !q && type == DType::kF32 && k_in == k_pad;
+    const bool strips = mode == Mode::kWhole && exact;
+    const int threads = ctx.pool->threads();
+
+    int64_t largest = 1;
+    for (const auto& g : ws.groups) largest = std::max(largest, g.rows);
+    const int64_t row_bytes = static_cast<int64_t>(RowStore::bytes(q, 1, k_pad));
+    max_rows = std::min(largest, std::clamp<int64_t>(kGatherBytes / row_bytes, 32, 256));
+    tile_floats = kTileFloats;
+    if (strips) {
+      const int64_t most =
+          std::max<int64_t>(1, kTileFloats / (kBlockRows * std::max<int64_t>(1, pairs_kept)));
+      strip = std::clamp<int64_t>(blocks / (threads * 5), 1, std::min<int64_t>(16, most));
+      tile_floats = std::max(tile_floats, pairs_kept * kBlockRows * strip);
+    }
+    ldy = op.down_.n_pad;
+    const int64_t most_pairs = std::max<int64_t>(1, ctx.tuning.wave_bytes / (ldy * 4));
+    const int64_t y_rows = mode == Mode::kWhole && !exact ? std::min(pairs_kept, most_pairs) : 0;
+    const int64_t h_rows = mode == Mode::kWhole ? pairs_kept : 0;
+
+    thread_bytes = buffer_bytes();
+    ws.memory.reserve(
+        (in_place ? 0 : RowStore::bytes(q, x_rows, k_pad)) + RowStore::bytes(q, h_rows, op.down_.k_pad) +
+        align64(static_cast<size_t>(y_rows * ldy) * 4) + thread_bytes * static_cast<size_t>(threads));
+    uint8_t* cursor = ws.memory.data();
+    if (in_place) {
+      xs.k_pad = k_pad;
+      xs.f32 = const_cast<float*>(reinterpret_cast<const float*>(x));  // only read
+    } else {
+      xs = RowStore::carve(&cursor, q, x_rows, k_pad);
+    }
+    hs = RowStore::carve(&cursor, q, h_rows, op.down_.k_pad);
+    y = reinterpret_cast<float*>(cursor);
+    cursor += align64(static_cast<size_t>(y_rows * ldy) * 4);
+    thread_memory = cursor;
+
+    Phase phases[4];
+    int count = 0;
+    if (!in_place && x_rows <= 2) {
+      for (int64_t row = 0; row < x_rows; ++row) input_row(row, buffers(0).row);
+    } else if (!in_place) {
+      x_chunk = std::clamp<int64_t>(x_rows / (threads * kPiecesPerThread), 1, 16);
+      phases[count++] = {ceil_div(x_rows, x_chunk), input_phase, this};
+    }
+    if (mode != Mode::kDown) {
+      build_items(&ws.up_items, 0, pairs_kept, ceil_div(op.up_.n_pad, kUnit), kUnit * op.mats_);
+      phases[count++] = {static_cast<int64_t>(ws.up_items.size()), gate_up_phase, this};
+    }
+    if (strips) {
+      phases[count++] = {ceil_div(blocks, strip), strip_phase, this};
+    } else if (mode == Mode::kDown) {
+      build_items(&ws.down_items, 0, pairs_kept, blocks, kBlockRows);
+      phases[count++] = {static_cast<int64_t>(ws.down_items.size()), down_phase, this};
+    }
+    if (mode == Mode::kDown) clear_skipped(hidden);
+    if (mode == Mode::kGateUp) clear_skipped(op.config_.intermediate * op.mats_);
+    if (mode != Mode::kWhole || strips) {
+      ctx.pool->run(phases, count);
+      return;
+    }
+    column_chunk = tokens >= 4 * threads ? hidden : std::min<int64_t>(hidden, 512);
+    const int64_t sums = tokens * ceil_div(hidden, column_chunk);
+    wave_end = 0;
+    do {
+      wave_begin = wave_end;
+      wave_end = wave_limit(wave_begin, most_pairs);
+      build_items(&ws.down_items, wave_begin, wave_end, blocks, kBlockRows);
+      phases[count++] = {static_cast<int64_t>(ws.down_items.size()), down_phase, this};
+      phases[count++] = {sums, sum_phase, this};
+      ctx.pool->run(phases, count);
+      count = 0;
+    } while (wave_end < pairs_kept);
+  }
+
+  void clear_skipped(int64_t width) {
+    for (int64_t p = 0; p < tokens * slots; ++p) {
+      if (ws.position[static_cast<size_t>(p)] < 0) std::fill(out + p * width, out + (p + 1) * width, 0.0f);
+    }
+  }
+};
+
+// Runs in passes over the tokens, so that the workspace stays bounded whatever their number.
+void Experts::run(Context& context, Mode mode, const void* x, DType type, const Routing& routing,
+                  const float* weights, float* out) const {
+  std::lock_guard<std::mutex> hold(context.lock);
+  const int64_t slots = routing.slots, hidden = config_.hidden, inter = config_.intermediate;
+  const int64_t in_width = mode == Mode::kDown ? slots * inter : hidden;
+  const int64_t out_width =
+      mode == Mode::kWhole ? hidden : slots * (mode == Mode::kDown ? hidden : inter * mats_);
+  const int64_t up_row = static_cast<int64_t>(RowStore::bytes(quantised_, 1, up_.k_pad));
+  const int64_t down_row = static_cast<int64_t>(RowStore::bytes(quantised_, 1, down_.k_pad));
+  const int64_t per_token =
+      (mode == Mode::kDown ? 0 : up_row) + (mode == Mode::kGateUp ? 0 : slots * down_row);
+  const int64_t most = std::max<int64_t>(1, context.tuning.store_bytes / std::max<int64_t>(1, per_token));
+  const int64_t passes = ceil_div(routing.tokens, most);
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    const int64_t begin = routing.tokens * pass / passes;
+    Step step(*this, context, mode);
+    step.exact = routing.tokens <= kExactRows;
+    step.x = static_cast<const uint8_t*>(x) + static_cast<size_t>(begin * in_width) * element_bytes(type);
+    step.type = type;
+    step.tokens = routing.tokens * (pass + 1) / passes - begin;
+    step.slots = slots;
+    step.weights = weights == nullptr ? nullptr : weights + begin * slots;
+    step.out = out + begin * out_width;
+    step.run(routing, begin * slots);
+  }
+}
+
+}  // namespace hetero
