@@ -119,7 +119,7 @@ def test_square_gate_up_where_shapes_tell_nothing(model_type: str, original: boo
         if hasattr(config, field):
             setattr(config, field, width)
     reference = write_config(config, tmp_path, save_original_format=original)
-    model, sinks, _ = load_into(tmp_path, stream=True)
+    _, sinks, _ = load_into(tmp_path, stream=True)
     modules = dict(reference.named_modules())
     for name, sink in sinks.items():
         module = modules[name]
@@ -188,7 +188,7 @@ def test_dtypes_are_those_of_from_pretrained(model_type: str, dtype: torch.dtype
     write(model_type, tmp_path)
     model, _, _ = load_into(tmp_path, stream=False, dtype=dtype)
     reference = choose_class(load_config(tmp_path)).cls.from_pretrained(tmp_path, dtype=dtype)
-    expected = {name: value for name, value in reference.state_dict().items()}
+    expected = reference.state_dict()
     for name, value in model.state_dict().items():
         assert value.dtype == expected[name].dtype, name
         assert torch.equal(value, expected[name]), name
