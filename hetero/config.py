@@ -55,8 +55,14 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         threads=_positive(env, "HETERO_THREADS"),
         cache=_cache(env),
         prefill_chunk=_positive(env, "HETERO_PREFILL_CHUNK") or 512,
-        debug=env.get("HETERO_DEBUG", "0") not in ("", "0"),
+        debug=debug(env),
     )
+
+
+def debug(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether tracebacks are shown; apart, since it must work while another variable is wrong."""
+    env = os.environ if environ is None else environ
+    return env.get("HETERO_DEBUG", "0") not in ("", "0")
 
 
 def _positive(env: Mapping[str, str], name: str) -> int | None:

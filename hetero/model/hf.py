@@ -6,9 +6,10 @@ upgrade that moves one breaks ``tests/model/test_private_imports.py`` instead of
 
 from __future__ import annotations
 
+import os
 from typing import Any, TypeAlias
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, logging
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
@@ -78,3 +79,9 @@ MODEL_ATTRIBUTES = (
 EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 CONVERTER_ATTRIBUTES = ("source_patterns", "target_patterns", "operations", "convert", "add_tensor")
+
+
+def quiet() -> None:
+    """Keep transformers' advice about kernels and formats from a user's terminal; its errors still come."""
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()

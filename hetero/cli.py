@@ -1,0 +1,301 @@
+"""The command line: parses, calls, prints. Torch starts only inside the commands that need it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from hetero import cli_rules, terminal
+from hetero.config import debug
+from hetero.core import HeteroError, InputError
+
+if TYPE_CHECKING:
+    from hetero.engine.load import Loaded
+
+
+class _Group(TyperGroup):
+    """The one place where errors become a message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except HeteroError as error:
+            terminal.note(f"hetero: {error}")
+            raise typer.Exit(error.exit_code) from None
+        except BrokenPipeError:
+            # The reader has left, as `| head` does. Python would complain once more while it shuts down.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        except Exception as error:
+            # Exits and usage errors are the framework's own, and it tells them.
+            if isinstance(error, (typer.Exit, typer.Abort)) or hasattr(error, "exit_code"):
+                raise
+            if debug():
+                traceback.print_exc()
+            first = (str(error).strip().splitlines() or ["no message"])[0]
+            hint = "HETERO_DEBUG=1 shows the traceback"
+            terminal.note(f"hetero: internal error, {type(error).__name__}: {first} ({hint})")
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Run Mixture-of-Experts models with their experts on the CPU, placed by a rule file.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(cli_rules.app, name="rules")
+
+ModelArg = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="A checkpoint folder; without one, the demo model."),
+]
+RulesOption = Annotated[
+    str | None,
+    typer.Option("--rules", metavar="FILE", help="Rule file; default: that of the model's family."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the rule file."),
+]
+DtypeOption = Annotated[str, typer.Option(help="Of dense layers: float32, bfloat16 or float16.")]
+IsaOption = Annotated[str, typer.Option(help="Of CPU experts: auto, scalar, avx2, avx512 or amx.")]
+ThreadsOption = Annotated[int | None, typer.Option(help="Threads; default: the physical cores.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 takes the most likely token.")]
+TopKOption = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.")]
+TopPOption = Annotated[float, typer.Option(help="Keep the most likely tokens up to this mass.")]
+MinPOption = Annotated[float, typer.Option(help="Drop tokens below this share of the most likely one's.")]
+PenaltyOption = Annotated[float, typer.Option(help="Above 1: repeat less.")]
+SeedOption = Annotated[int | None, typer.Option(help="Repeats a sampled answer.")]
+StopOption = Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")]
+
+
+@app.command()
+def run(
+    model: ModelArg = None,
+    *,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="What to answer.")
+    ] = None,
+    prompt_ids: Annotated[
+        str | None, typer.Option("--prompt-ids", metavar="1,2,3", help="Token ids instead of a text.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message, for the chat template.")] = None,
+    rules: RulesOption = None,
+    set_: SetOption = None,
+    dtype: DtypeOption = "float32",
+    isa: IsaOption = "auto",
+    threads: ThreadsOption = None,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: PenaltyOption = 1.0,
+    seed: SeedOption = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = 256,
+    stop: StopOption = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer one prompt. A text goes through the model's chat template if it has one, unless --raw."""
+    given_ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
+    if (prompt is None) == (given_ids is None):
+        raise InputError("give either a text (-p TEXT) or token ids (--prompt-ids 1,2,3)")
+    if system is not None and (raw or given_ids is not None):
+        raise InputError("--system: only with a text and without --raw")
+
+    from hetero.engine.generate import Engine
+    from hetero.engine.request import Request
+    from hetero.engine.sample import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+
+    loaded = _load(model, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
+    ids = given_ids if given_ids is not None else _prompt_ids(loaded, prompt or "", system, raw)
+    request = Request(tuple(ids), sampling, max_tokens, tuple(stop or ()), ignore_eos)
+    engine = Engine(loaded.runnable)
+    if as_json:
+        typer.echo(terminal.result_json(loaded, engine.complete(request)))
+        return
+    result = terminal.stream_answer(engine, request)
+    terminal.note(terminal.summary(result))
+    if result.finish_reason == "cancelled":
+        raise typer.Exit(130)
+
+
+@app.command()
+def chat(
+    model: ModelArg = None,
+    *,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    rules: RulesOption = None,
+    set_: SetOption = None,
+    dtype: DtypeOption = "float32",
+    isa: IsaOption = "auto",
+    threads: ThreadsOption = None,
+    temperature: TemperatureOption = 0.7,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 0.95,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: PenaltyOption = 1.0,
+    seed: SeedOption = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    stop: StopOption = None,
+) -> None:
+    """Talk to a model; /reset forgets, /exit leaves, Ctrl-C stops an answer."""
+
+    from hetero.engine.generate import Engine
+    from hetero.engine.request import Request
+    from hetero.engine.sample import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+
+    loaded = _load(model, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        raise InputError(
+            f"{loaded.folder}: has no tokenizer; a chat needs one (hetero run takes --prompt-ids)"
+        )
+    tokenizer.chat([{"role": "user", "content": "x"}])  # tells now if there is no chat template
+
+    def make(messages: list[terminal.Message]) -> Request:
+        return Request(tuple(tokenizer.chat(messages)), sampling, max_tokens, tuple(stop or ()))
+
+    terminal.chat_loop(Engine(loaded.runnable), make, system)
+
+
+@app.command()
+def serve(
+    model: ModelArg = None,
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8080,
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="Allow a host that other machines can reach.")
+    ] = False,
+    rules: RulesOption = None,
+    set_: SetOption = None,
+    dtype: DtypeOption = "float32",
+    isa: IsaOption = "auto",
+    threads: ThreadsOption = None,
+) -> None:
+    """Serve a model to OpenAI clients: /v1/chat/completions, /v1/completions, /v1/models, /health."""
+    from hetero.server.serve import open_socket
+
+    with open_socket(host, port, allow_remote) as listener:
+        from hetero.engine.generate import Engine
+        from hetero.server.serve import serve as serve_engine
+
+        loaded = _load(model, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
+        shown = f"[{host}]" if ":" in host else host
+        terminal.note(f"serving {loaded.name} on http://{shown}:{listener.getsockname()[1]} (Ctrl-C stops)")
+        serve_engine(Engine(loaded.runnable), loaded.name, listener)
+
+
+def _load(
+    model: str | None, *, rules: str | None, sets: list[str] | None, dtype: str, isa: str, threads: int | None
+) -> Loaded:
+    from hetero.rules.variables import parse_set
+
+    overrides = parse_set(sets or [])
+    if threads is not None and threads < 1:
+        raise InputError(f"--threads {threads}: must be at least 1")
+    folder, name = _folder(model)
+
+    from hetero.engine.load import load_model
+    from hetero.model import hf
+
+    hf.quiet()
+    with terminal.progress_bar(f"loading {name}") as progress:
+        loaded = load_model(
+            folder,
+            rules=rules,
+            overrides=overrides,
+            dtype=dtype,
+            isa=isa,
+            threads=threads,
+            progress=progress,
+        )
+    for text in loaded.notes:
+        terminal.note(f"note: {text}")
+    return dataclasses.replace(loaded, name=name)
+
+
+def _folder(model: str | None) -> tuple[Path, str]:
+    """The checkpoint folder and what to call the model."""
+    if model is None:
+        from hetero.model.demo import default_model
+
+        default = default_model()
+        if default.note is not None:
+            terminal.note(default.note)
+        return default.path, "demo" if default.note is None else default.path.name
+    from hetero.model.shapes import resolve_model
+
+    found = resolve_model(model)
+    if found.kind != "folder":
+        raise InputError(
+            f"{model}: has a configuration but no weights; to run it, give the folder of its checkpoint "
+            "(hetero rules works with a configuration alone)"
+        )
+    return found.path, found.name
+
+
+def _prompt_ids(loaded: Loaded, text: str, system: str | None, raw: bool) -> list[int]:
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        from hetero.model.tokenizer import NO_TOKENIZER
+
+        raise InputError(f"{loaded.folder} {NO_TOKENIZER}")
+    if raw or (not tokenizer.has_template and system is None):
+        return tokenizer.encode(text)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return tokenizer.chat([*messages, {"role": "user", "content": text}])
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise InputError(f"--prompt-ids {text}: must be whole numbers with commas, such as 1,2,3") from None
+
+
+def main() -> None:
+    """Entry point of the ``hetero`` command."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character shows a mark for it; an answer must not end there.
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+    app(prog_name="hetero")
+
+
+if __name__ == "__main__":
+    main()
