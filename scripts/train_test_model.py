@@ -29,7 +29,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 EOS = "<|endoftext|>"
 # The model continues text; a conversation is its messages, one a line.
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}\n{% endif %}{% endfor %}"
+)
 
 
 def split_text(text: str) -> tuple[str, str, str]:
