@@ -20,6 +20,7 @@ from torch import nn
 
 from hetero.core import MOE_BLOCK, ExpertSpec, HeteroError, InputError, ModuleInfo
 from hetero.model import hf
+from hetero.model.moe_types import check_type
 from hetero.model.shapes import read_config
 
 # Fields that shape a model. transformers would fill an absent one with a default of its own, and the error
@@ -113,8 +114,9 @@ class ModelClass:
 def choose_class(config: hf.Config) -> ModelClass:
     """Pick the causal language model of a configuration, or a multimodal model whose text part runs.
 
-    Raises InputError, naming the type, where neither is there.
+    Raises InputError, naming the type, where neither is there or the type is refused.
     """
+    check_type(config.model_type)
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(
             f"model_type {config.model_type!r} is an encoder-decoder; hetero runs causal language models"

@@ -125,7 +125,7 @@ class MoeBlock(nn.Module):
             out = (out.float() + shared.float()).to(out.dtype) if self._float32_sum else out + shared
             if self._average:
                 out = out / 2
-        return getattr(self, self.recipe.norm)(out) if self.recipe.norm else out  # type: ignore[no-any-return]
+        return getattr(self, self.recipe.norm)(out) if self.recipe.norm else out
 
     def extra_repr(self) -> str:
         return self.block_class

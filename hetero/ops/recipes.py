@@ -70,7 +70,7 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(_ROUTER_BLOCKS.split(), _ROUTER),
     **dict.fromkeys(["BeamMoE", "LagunaSparseMoeBlock", "MiniMaxM3VLSparseMoeBlock"], _SCALED),
     "AXK1MoE": Recipe(norm="post_mlp_layernorm"),
-    "AfmoeSparseMoeBlock": replace(_ROUTER, router_attrs=("expert_bias",)),
+    "AfmoeSparseMoeBlock": replace(_ROUTER, router_attrs=("expert_bias",), router_unflattened=True),
     "Cohere2MoeSparseMoeBlock": Recipe(strategy="shared_expert_combination_strategy"),
     "DeepseekV4SparseMoeBlock": Recipe(router_kwargs={"input_ids": "input_ids"}),
     "Ernie4_5_VLMoeSparseMoeBlock": Recipe(

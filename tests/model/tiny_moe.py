@@ -7,6 +7,7 @@ so that a few layers cover every kind of layer that the type has.
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ SIZES: dict[str, Any] = {
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "chunk_size": 16, "mamba_chunk_size": 16,
     "rotary_dim": 8, "router_hidden_size": 24, "moe_hidden_size": 32, "block_size": 4,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "global_head_dim": 16,
+    "swiglu_limit": 0.75, "routed_scaling_factor": 1.7, "moe_routed_scaling_factor": 1.7,
 }  # fmt: skip
 
 # the towers of multimodal types never run; they exist because the reference builds the whole model
@@ -51,7 +53,8 @@ TOWER_SIZES: dict[str, Any] = {
     "patch_size": 4, "image_size": 16, "num_position_embeddings": 16, "vocab_size": VOCAB,
     "out_hidden_size": 64, "output_dim": 64, "text_hidden_size": 64, "fullatt_block_indexes": [0],
     "deepstack_visual_indexes": [0], "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16, "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 16, "num_experts_per_tok": 2, "audio_hidden_size": 32,
+    "blank_token_id": VOCAB - 1,
 }  # fmt: skip
 
 # model type -> values for its own configuration, which for a multimodal type is not the text model's
@@ -102,7 +105,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
                                "video_token_id": 1, "audio_start_token_id": 1},
     "qwen3_moe": {"mlp_only_layers": [1]},
     "qwen3_next": {"mlp_only_layers": [1]},
-    "qwen4_exp_text": {"eos_token_id": 2, "ple_layer_ids": [1, 3], "ple_embed_dim": 32, "hc_lowrank": 8, "heads_per_ngram": 2,
+    "qwen4_exp_text": {"eos_token_id": 2, "ple_layer_ids": [1, 3],
+                       "ple_embed_dim": 32, "hc_lowrank": 8, "heads_per_ngram": 2,
                        "ngram_vocab_size_base": 61, "make_ngram_vocab_size_divisible_by": 8,
                        "split_ngram_parts": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1,
                        "indexer_head_dim": 16, "indexer_budget": 4, "indexer_compress_ratio": 2},
@@ -112,6 +116,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+CAUSAL = (
+    auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 TEXT_CONFIGS = ("text_config", "thinker_config")
 
 
@@ -125,14 +134,7 @@ def moe_modules() -> frozenset[str]:
 
 def has_language_model(model_type: str) -> bool:
     """Whether transformers maps this type to a class with a language-model head."""
-    return any(
-        model_type in mapping
-        for mapping in (
-            auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-            auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-            auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-        )
-    )
+    return any(model_type in mapping for mapping in CAUSAL)
 
 
 def contains_moe(model_type: str) -> bool:
@@ -151,6 +153,22 @@ def moe_types() -> tuple[str, ...]:
     headed = [t for t in found if has_language_model(t)]
     modules = {module_of(t) for t in headed}
     return tuple(sorted(headed + [t for t in found if module_of(t) not in modules]))
+
+
+_FOREIGN = re.compile(r"^class \w*(?:Experts|MoE|Moe|SparseMLP|SparseMoeBlock)\(", re.MULTILINE)
+
+
+@cache
+def foreign_moe_types() -> tuple[str, ...]:
+    """Model types whose modelling file has experts of its own kind, outside the interface, and that generate
+    text."""
+    root = Path(auto.__file__).parents[1]
+    files = [f for f in root.glob("*/modeling_*.py") if f.parent.name not in moe_modules()]
+    foreign = {f.parent.name for f in files if _FOREIGN.search(f.read_text())}
+    generating = (*CAUSAL, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    return tuple(
+        t for t in CONFIG_MAPPING_NAMES if module_of(t) in foreign and any(t in m for m in generating)
+    )
 
 
 def tiny_config(model_type: str) -> PretrainedConfig:
