@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from hetero.core import InputError
-from hetero.model.detokenize import ByteDetokenizer, Detokenizer, TextDetokenizer, unicode_bytes
 from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hetero.core import InputError
+from hetero.model.detokenize import ByteDetokenizer, Detokenizer, TextDetokenizer, unicode_bytes
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
@@ -29,6 +31,8 @@ class Tokenizer:
         self._inner = inner
         self._where = where
         self._token_bytes: dict[int, bytes] = {}
+        # The library's encoder is shared state, and a server encodes from several threads.
+        self._encoding = threading.Lock()
 
     @property
     def eos_id(self) -> int | None:
@@ -41,8 +45,11 @@ class Tokenizer:
         return bool(self._inner.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a plain text, with the begin-of-text token where the tokenizer adds one."""
-        return [int(token) for token in self._inner.encode(text)]
+        """Ids of a plain text, with the begin-of-text token where the tokenizer adds one.
+
+        Raises InputError for text that is no valid Unicode.
+        """
+        return self._encode(text, special=True)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation, ending where the assistant's turn begins.
@@ -59,7 +66,15 @@ class Tokenizer:
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise InputError(f"the chat template of {self._where} refuses these messages: {error}") from None
         # The template writes the special tokens itself.
-        return [int(token) for token in self._inner.encode(text, add_special_tokens=False)]
+        return self._encode(text, special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"the text is not valid Unicode at character {error.start}") from None
+        with self._encoding:
+            return [int(token) for token in self._inner.encode(text, add_special_tokens=special)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of a whole answer, special tokens left out, an incomplete character at the end dropped."""
@@ -80,8 +95,8 @@ class Tokenizer:
     @cached_property
     def _replacement(self) -> list[int]:
         # After a letter, since some vocabularies put a space before the first character of a text.
-        alone, both = (self._inner.encode(text, add_special_tokens=False) for text in ("a", "a\ufffd"))
-        return [int(token) for token in both[len(alone) :]]
+        alone, both = (self._encode(text, special=False) for text in ("a", "a\ufffd"))
+        return both[len(alone) :]
 
     @cached_property
     def _unicode_bytes(self) -> dict[str, int]:

@@ -297,6 +297,11 @@ def test_other_mistakes(served: Served) -> None:
         assert answer.status_code == 400, (content, answer.text)
         assert answer.json()["error"]["type"] == "invalid_request_error"
     assert served.client.get(TEXT).status_code == 405
+    for body in (r'{"prompt": "\ud800"}', r'{"messages": [{"role": "user", "content": "a\udfff"}]}'):
+        path = TEXT if "prompt" in body else CHAT
+        answer = served.client.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        assert "Unicode" in answer.json()["error"]["message"]
 
 
 def test_leaving_a_stream_ends_it_within_a_step(served: Served) -> None:
