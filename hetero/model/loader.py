@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+
 from hetero.core import HeteroError, InputError
 from hetero.model.build import float32_names, is_experts, target_dtype
 from hetero.model.convert import (
@@ -25,7 +28,6 @@ from hetero.model.convert import (
 )
 from hetero.model.names import NameMap, Target, map_names
 from hetero.model.source import Checkpoint, unsupported_dtype
-from torch import nn
 
 
 class ExpertSink(Protocol):
@@ -340,37 +342,46 @@ def _check_shapes(target: Target, plan: LoadPlan, model: Any, checkpoint: Checkp
                         f"but {names[0]} has {list(first)}"
                     )
     expected = {name: plan.places[name].shape for name in target.names if name in plan.places}
-    made = _dry_run(target, model, checkpoint, swap=False)
+    made = _dry_run(target, model, checkpoint)
     if made == expected:
         return
-    name = target.tensors[0]
-    info = infos[name]
-    got = list(info.shape)
+    for count in range(1, len(target.sources) + 1):
+        for patterns in combinations(target.sources, count):
+            swapped = {name for pattern in patterns for name in target.sources[pattern]}
+            if _dry_run(target, model, checkpoint, swapped) == expected:
+                name = target.sources[patterns[0]][0]
+                raise InputError(
+                    f"{infos[name].file}: tensor {name} of shape {list(infos[name].shape)} does not fit "
+                    f"{target.name}: expected {list(_swapped(infos[name].shape))}; it looks transposed"
+                )
+    name, info = next(iter(infos.items()))
     if target.converter is None:
-        wanted = list(expected[target.name])
-        transposed = got != wanted and sorted(got) == sorted(wanted) and got[-2:] == wanted[:-3:-1]
-    else:
-        transposed = len(got) > 1 and _dry_run(target, model, checkpoint, swap=True) == expected
-        wanted = [*got[:-2], got[-1], got[-2]] if transposed else []
-    if wanted:
-        message = f"tensor {name} of shape {got} does not fit {target.name}: expected {wanted}"
-        hint = "; it looks transposed" if transposed else ""
-        raise InputError(f"{info.file}: {message}{hint}")
+        raise InputError(
+            f"{info.file}: tensor {name} of shape {list(info.shape)} does not fit {target.name}: "
+            f"expected {list(expected[target.name])}"
+        )
     shapes = ", ".join(f"{key} {list(shape)}" for key, shape in (made or {}).items()) or "nothing"
     raise InputError(
-        f"{info.file}: {len(infos)} tensors like {name} of shape {got} make {shapes}; "
+        f"{info.file}: {len(infos)} tensors like {name} of shape {list(info.shape)} make {shapes}; "
         f"expected {', '.join(f'{key} {list(shape)}' for key, shape in expected.items())}"
     )
 
 
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], *shape[:-3:-1])
+
+
 def _dry_run(
-    target: Target, model: Any, checkpoint: Checkpoint, *, swap: bool
+    target: Target, model: Any, checkpoint: Checkpoint, transposed: Collection[str] = ()
 ) -> dict[str, torch.Size] | None:
-    """Shapes that a target's conversion makes, optionally of transposed sources. None when it cannot run."""
+    """Shapes that a target's conversion makes, of sources some of which may be taken as transposed.
+
+    None when the conversion cannot run on them.
+    """
 
     def shape_of(name: str) -> tuple[int, ...]:
         shape = checkpoint.tensors[name].shape
-        return (*shape[:-2], shape[-1], shape[-2]) if swap and len(shape) > 1 else shape
+        return _swapped(shape) if name in transposed else shape
 
     def read(name: str) -> torch.Tensor:
         return torch.empty(shape_of(name), device="meta")
