@@ -1,5 +1,6 @@
 // The Python face of the extension. Tensors arrive as addresses: hetero/cpu.py checks shapes, types and
 // contiguity, keeps the tensors alive during the call, and is the only caller.
+#include <emmintrin.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
@@ -7,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -48,6 +50,45 @@ void set_threads(int threads) {
 // At interpreter exit no thread of ours may outlive the module; a later step runs on its caller alone.
 void shut_down() { set_threads(1); }
 
+constexpr int64_t kPiece = 1 << 18;
+
+// Adds up the bytes of one piece of `size`, so that nothing but the reads takes time.
+uint64_t read_piece(const uint8_t* data, int64_t size) {
+  __m128i a = _mm_setzero_si128(), b = a, c = a, d = a;
+  const __m128i* p = reinterpret_cast<const __m128i*>(data);
+  for (int64_t i = 0; i + 4 <= size / 16; i += 4) {
+    a = _mm_add_epi64(a, _mm_load_si128(p + i));
+    b = _mm_add_epi64(b, _mm_load_si128(p + i + 1));
+    c = _mm_add_epi64(c, _mm_load_si128(p + i + 2));
+    d = _mm_add_epi64(d, _mm_load_si128(p + i + 3));
+  }
+  alignas(16) uint64_t sums[2];
+  _mm_store_si128(reinterpret_cast<__m128i*>(sums), _mm_add_epi64(_mm_add_epi64(a, b), _mm_add_epi64(c, d)));
+  return sums[0] + sums[1];
+}
+
+// Reads memory with every thread of the pool: the yardstick of the operator's bandwidth.
+uint64_t pool_read(uintptr_t data, int64_t bytes) {
+  struct Job {
+    const uint8_t* data;
+    int64_t bytes;
+    std::atomic<uint64_t> sum{0};
+  } job;
+  job.data = reinterpret_cast<const uint8_t*>(data);
+  job.bytes = bytes;
+  const Phase phase = {(bytes + kPiece - 1) / kPiece,
+                       [](void* ctx, int64_t chunk, int) {
+                         Job& j = *static_cast<Job*>(ctx);
+                         const int64_t begin = chunk * kPiece;
+                         j.sum += read_piece(j.data + begin, std::min(kPiece, j.bytes - begin));
+                       },
+                       &job};
+  nb::gil_scoped_release release;
+  std::lock_guard<std::mutex> hold(context().lock);
+  context().pool->run(&phase, 1);
+  return job.sum;
+}
+
 template <class T>
 const T* address(uintptr_t value) {
   return reinterpret_cast<const T*>(value);
@@ -78,6 +119,7 @@ NB_MODULE(_cpu, m) {
     context().tuning = {gemv_rows, gemm_rows, wave_bytes, store_bytes};
     return std::vector<int64_t>{before.gemv_rows, before.gemm_rows, before.wave_bytes, before.store_bytes};
   });
+  m.def("pool_read", &pool_read);
   m.def("shut_down", &shut_down);
   // Runs `chunks` chunks of `microseconds` of busy work; chunk `failing` throws (-1: none). For tests.
   m.def("pool_exercise", [](int64_t chunks, int64_t microseconds, int64_t failing) {
@@ -116,6 +158,13 @@ NB_MODULE(_cpu, m) {
           nb::arg("isa"), nb::arg("format"), nb::arg("group"), nb::arg("experts"), nb::arg("hidden"),
           nb::arg("intermediate"), nb::arg("bias"), nb::arg("kind"), nb::arg("gate"), nb::arg("alpha"),
           nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("act_max"), nb::arg("up_offset"))
+      .def("set_isa",
+           [](Experts& e, const std::string& isa) {
+             const IsaChoice choice = choose_isa(isa);
+             nb::gil_scoped_release release;
+             std::lock_guard<std::mutex> hold(context().lock);
+             e.set_isa(choice);
+           })
       .def_prop_ro("nbytes", &Experts::nbytes)
       .def_prop_ro("stride", &Experts::stride)
       .def_prop_ro("address", [](const Experts& e) { return reinterpret_cast<uintptr_t>(e.data()); })

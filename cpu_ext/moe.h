@@ -96,6 +96,8 @@ class Experts {
   static int64_t expert_bytes(const ExpertsConfig& config);
   int64_t nbytes() const { return expert_bytes_ * config_.experts; }
   const ExpertsConfig& config() const { return config_; }
+  // The packed bytes serve every instruction set, so another may take over between steps.
+  void set_isa(IsaChoice isa) { isa_ = isa; }
   const uint8_t* data() const { return arena_.data(); }
   int64_t stride() const { return expert_bytes_; }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 from typing import Literal
 
 import torch
@@ -150,6 +151,33 @@ class CpuExperts:
         except ValueError as error:
             raise InputError(f"{what} in {self.format}: {error}") from None
         self._put.add((expert, part))
+
+    def copy_expert(self, source: int, target: int) -> None:
+        """Give ``target`` the packed bytes of ``source``: synthetic weights without the cost of packing.
+
+        Raises InputError where the source is incomplete or the target has parts already.
+        """
+        absent = [part for part in self._parts if (source, part) not in self._put]
+        if absent or not 0 <= target < self.spec.num_experts:
+            raise InputError(
+                f"cannot copy expert {source} to {target}: missing {', '.join(absent) or 'target'}"
+            )
+        if any((target, part) in self._put for part in self._parts):
+            raise InputError(f"expert {target}: given twice")
+        base, stride = self._experts.address, self._experts.stride
+        ctypes.memmove(base + target * stride, base + source * stride, stride)
+        self._put.update((target, part) for part in self._parts)
+
+    def use(self, isa: str) -> None:
+        """Run on another instruction set from the next step on; the packed weights serve all of them."""
+        chosen = pick_isa(isa)
+        self._experts.set_isa(chosen)
+        self.isa = chosen
+
+    def plain_read(self) -> int:
+        """Read all packed bytes once with the pool's threads, doing nothing else; returns how many."""
+        _cpu.pool_read(self._experts.address, self.nbytes)
+        return self.nbytes
 
     def missing(self) -> list[tuple[int, Part]]:
         """Parts that have not been put, by expert."""

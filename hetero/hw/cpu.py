@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hetero.hw.cgroup import levels
+
 _ROOT = Path("/")
 
 
@@ -28,28 +30,21 @@ def physical_cores(cpus: Iterable[int], root: Path = _ROOT) -> int:
 def quota(root: Path = _ROOT) -> float | None:
     """CPUs' worth of time that the cgroup allows (v2 ``cpu.max``, v1 ``cfs_quota_us``), None if unlimited."""
     limits = []
-    own = ""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-        own = next((line[3:] for line in lines if line.startswith("0::")), "")
-    except OSError:
-        pass
-    parts = [p for p in own.split("/") if p and p != ".."]
-    for i in range(len(parts) + 1):
+    for level in levels(root / "sys/fs/cgroup", root, ""):
         try:
-            allowed, period = root.joinpath("sys/fs/cgroup", *parts[:i], "cpu.max").read_text().split()
+            allowed, period = (level / "cpu.max").read_text().split()
         except (OSError, ValueError):
             continue
         if allowed != "max":
             limits.append(int(allowed) / int(period))
-    v1 = root / "sys/fs/cgroup/cpu"
-    try:
-        allowed_us = int((v1 / "cpu.cfs_quota_us").read_text())
-        period_us = int((v1 / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
-        allowed_us, period_us = -1, 1
-    if allowed_us > 0:
-        limits.append(allowed_us / period_us)
+    for level in levels(root / "sys/fs/cgroup/cpu", root, "cpu"):
+        try:
+            allowed_us = int((level / "cpu.cfs_quota_us").read_text())
+            period_us = int((level / "cpu.cfs_period_us").read_text())
+        except (OSError, ValueError):
+            continue
+        if allowed_us > 0:
+            limits.append(allowed_us / period_us)
     return min(limits, default=None)
 
 

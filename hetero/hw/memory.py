@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.core import MachineError
+from hetero.hw.cgroup import levels
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 where there is no limit
 
@@ -65,22 +66,6 @@ def _meminfo(root: Path) -> list[Available]:
     return []
 
 
-def _own_cgroups(root: Path, controller: str) -> str:
-    """Path of this process in the v2 hierarchy (controller "") or in a v1 controller's; "/" if unknown."""
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        parts = line.split(":", 2)
-        if len(parts) == 3 and (controller in parts[1].split(",")):
-            return parts[2]
-    return "/"
-
-
-def _levels(base: Path, own: str) -> list[Path]:
-    """Folders from the process's own cgroup up to the mount. In a container the path may name the host's
-    hierarchy, which is not visible there: what does not exist is left out."""
-    parts = [p for p in own.split("/") if p and p != ".."]
-    return [p for i in range(len(parts), -1, -1) if (p := base.joinpath(*parts[:i])).is_dir()]
-
-
 def _stat(path: Path, key: str) -> int:
     for line in (_read(path) or "").splitlines():
         name, _, value = line.partition(" ")
@@ -91,7 +76,7 @@ def _stat(path: Path, key: str) -> int:
 
 def _cgroup_v2(root: Path) -> list[Available]:
     found = []
-    for level in _levels(root / "sys/fs/cgroup", _own_cgroups(root, "")):
+    for level in levels(root / "sys/fs/cgroup", root, ""):
         limit = _read_int(level / "memory.max")
         used = _read_int(level / "memory.current")
         if limit is None or used is None:
@@ -103,7 +88,7 @@ def _cgroup_v2(root: Path) -> list[Available]:
 
 def _cgroup_v1(root: Path) -> list[Available]:
     found = []
-    for level in _levels(root / "sys/fs/cgroup/memory", _own_cgroups(root, "memory")):
+    for level in levels(root / "sys/fs/cgroup/memory", root, "memory"):
         limit = _read_int(level / "memory.limit_in_bytes")
         used = _read_int(level / "memory.usage_in_bytes")
         if limit is None or used is None or limit >= _UNLIMITED:

@@ -392,6 +392,43 @@ def test_kernel_counts_are_calls_per_expert_and_projection(generator: torch.Gene
     assert cpu.kernel_counts() == {}
 
 
+def test_one_arena_serves_every_isa(generator: torch.Generator) -> None:
+    spec = ExpertSpec(3, 64, 48, 2)
+    experts = fill(CpuExperts(spec, parse_format("int4"), isa="scalar"), random_weights(spec, generator))
+    step = random_routing(spec, 4, generator)
+    want = experts.forward(*step)
+    for isa in ISAS:
+        experts.use(isa)
+        assert experts.isa == isa
+        cpu.reset_kernel_counts()
+        assert torch.equal(experts.forward(*step), want)
+        ran = {name.split(".")[1].split("_")[0] for name in cpu.kernel_counts()}
+        # Few rows run on the instruction set below: tiles gain nothing there.
+        assert ran <= {"amx": {"amx", "avx512"}, "amx_twin": {"amx", "scalar"}}.get(isa, {isa})
+    assert experts.plain_read() == experts.nbytes
+
+
+def test_copied_expert_computes_the_same(generator: torch.Generator) -> None:
+    spec = ExpertSpec(3, 64, 48, 1, has_bias=True)
+    experts = CpuExperts(spec, parse_format("int8"))
+    for (e, part), tensor in random_weights(spec, generator).items():
+        if e == 0:
+            experts.put(e, part, tensor)  # type: ignore[arg-type]
+    experts.copy_expert(0, 1)
+    with pytest.raises(InputError, match="expert 1: given twice"):
+        experts.copy_expert(0, 1)
+    with pytest.raises(InputError, match="cannot copy expert 2 to 0: missing gate"):
+        experts.copy_expert(2, 0)
+    with pytest.raises(InputError, match="cannot copy expert 0 to 3: missing target"):
+        experts.copy_expert(0, 3)
+    experts.copy_expert(1, 2)
+    assert experts.missing() == []
+    x = torch.randn(1, 64, generator=generator)
+    a, b, c = (experts.forward(x, torch.tensor([[e]]), torch.ones(1, 1)) for e in range(3))
+    assert torch.equal(a, b)
+    assert torch.equal(a, c)
+
+
 def test_isa_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETERO_ISA", "scalar")
     assert cpu.pick_isa("auto") == "scalar"
