@@ -27,9 +27,9 @@ class Trace:
     tokens: list[int]
 
 
-def save_tiny(model_type: str, folder: Path, seed: int = 0) -> type:
+def save_tiny(model_type: str, folder: Path, seed: int = 0, **changes: Any) -> type:
     """Save a tiny random checkpoint of this type as transformers saves it; the class that runs it."""
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **changes)
     chosen = choose_class(config)
     model = tiny_model(chosen.cls, chosen.config, seed)
     with warnings.catch_warnings():

@@ -24,6 +24,7 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from tests.model.parity import load_ours, load_reference, prompt, relative, save_tiny, trace
+from tests.model.quiet import quiet  # noqa: F401  a fixture of every test here
 from tests.model.tiny_moe import contains_moe, foreign_moe_types, module_of, moe_modules, moe_types
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
@@ -57,19 +58,6 @@ class Results:
 @pytest.fixture(scope="module")
 def results() -> Results:
     return Results()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quiet() -> Any:
-    """One thread, no progress bars, and no advice about the tokens of tiny configurations."""
-    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    transformers.utils.logging.enable_progress_bar()
-    transformers.logging.set_verbosity(level)
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("model_type", WORKING)

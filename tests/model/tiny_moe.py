@@ -171,9 +171,15 @@ def foreign_moe_types() -> tuple[str, ...]:
     )
 
 
-def tiny_config(model_type: str) -> PretrainedConfig:
-    """A configuration of this type with a few small layers; towers of multimodal types are smaller still."""
-    return _tiny(CONFIG_MAPPING[model_type], SIZES)
+def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
+    """A configuration of this type with a few small layers; towers of multimodal types are smaller still.
+
+    ``changes`` are for a type whose text model has no configuration of its own.
+    """
+    config_class = CONFIG_MAPPING[model_type]
+    if changes:
+        return config_class(**_values(config_class, SIZES) | changes)
+    return _tiny(config_class, SIZES)
 
 
 def _tiny(config_class: type[PretrainedConfig], sizes: dict[str, Any]) -> PretrainedConfig:
