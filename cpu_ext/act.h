@@ -65,9 +65,11 @@ inline typename P::F gelu_of(typename P::F x) {
   q = P::fma(q, t, P::set1(0.281960607f));
   q = P::fma(q, t, P::set1(0.282099128f));
   const F square = P::mul(x, x);
-  const F rest = P::fma(x, x, P::sub(P::zero(), square));  // what the rounded square lost
+  // What the rounded square lost; the maximum turns NaN (from an infinite x) and minus infinity into a
+  // number.
+  const F rest = P::max(P::fma(x, x, P::sub(P::zero(), square)), P::set1(-1e30f));
   F e = exp_of<P>(P::mul(P::set1(-0.5f), square));
-  e = P::fma(P::mul(P::set1(-0.5f), P::max(P::set1(-1e30f), rest)), e, e);
+  e = P::fma(P::mul(P::set1(-0.5f), rest), e, e);
   const F tail = P::mul(P::set1(0.5f), P::mul(P::mul(t, q), e));  // Phi(-|x|)
   const F phi = P::where_greater(x, P::zero(), P::sub(P::set1(1.0f), tail), tail);
   return P::mul(x, phi);

@@ -17,8 +17,8 @@ constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: rounds to an integer,
 constexpr float kHalfMax = 65504.0f;
 // Scales tried for int4: the signed maximum divided by these. The first is the plain one; another is taken
 // where its squared error is smaller.
-constexpr int kCandidates = 8;
-constexpr float kDivisors[kCandidates] = {-8.0f, -7.0f, -7.4f, -7.7f, -8.35f, -8.7f, -9.1f, 7.0f};
+constexpr int kCandidates = 7;
+constexpr float kDivisors[kCandidates] = {-8.0f, -8.5f, -7.2f, -8.2f, -7.8f, -8.9f, -9.4f};
 
 inline float bits_to_float(uint32_t bits) {
   float value;
@@ -204,7 +204,7 @@ PackStatus quantise_group(const Layout& layout, const Group& group, int64_t size
     float low[kRows], high[kRows], minimum[kRows];
     extremes(group, real, low, high);
     for (int r = 0; r < kRows; r++) {
-      min16[r] = float_to_half(low[r]);
+      min16[r] = float_to_half(low[r] + 0.0f);  // no negative zero
       minimum[r] = half_to_float(min16[r]);
       scale[r] = (high[r] - low[r]) / 15.0f;
       if (!(low[r] >= -kHalfMax && low[r] <= kHalfMax && scale[r] <= kHalfMax)) return kPackOverflow;

@@ -1,0 +1,67 @@
+"""Runs single kernels of the extension and evaluates the same thing in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hetero._cpu import kernels
+from hetero.core import ActKind
+from hetero.formats import BLOCK_ROWS, Format, padded_k, parse_format, valid_formats
+from hetero.quant.pack import dequantise, quantise
+
+GEMV, GEMM, BULK = 0, 1, 2
+CLASSES = (GEMV, GEMM, BULK)
+FORMATS = [parse_format(text) for text in valid_formats()]
+TABLES: list[str] = kernels.table_names()
+KINDS = {kind: number for number, kind in enumerate(ActKind)}
+
+Array = np.ndarray
+
+
+class Matrix:
+    """Packed weights and the float64 values that they decode to (by the torch reference)."""
+
+    def __init__(self, fmt: Format, packed: torch.Tensor, n: int, k: int) -> None:
+        self.format, self.n, self.k = fmt, n, k
+        self.n_pad = -(-n // BLOCK_ROWS) * BLOCK_ROWS
+        self.packed = packed.numpy()
+        self.values = dequantise(fmt, packed, n, k).double().numpy()
+
+    @classmethod
+    def gaussian(cls, fmt: Format, n: int, k: int, generator: torch.Generator) -> Matrix:
+        return cls(fmt, quantise(fmt, torch.randn(n, k, generator=generator)), n, k)
+
+    def run(self, table: str, row_class: int, x: Array) -> Array:
+        """[rows, n_pad] of one kernel; the output is NaN before, and beyond n_pad it must stay NaN."""
+        y = np.full((x.shape[0], self.n_pad + 5), np.nan, np.float32)
+        fmt = self.format
+        kernels.run_kernel(table, row_class, fmt.code, fmt.group, self.n, self.k, self.packed, x, y)
+        assert np.isnan(y[:, self.n_pad :]).all(), f"{table}: wrote beyond its rectangle"
+        return y[:, : self.n_pad]
+
+    def evaluate(self, x: Array) -> Array:
+        """Float64 [rows, n] from the activations as the kernel sees them: quantised where the format is."""
+        seen = quantised(x) if self.format.quantised else x.astype(np.float64)
+        return seen @ self.values.T
+
+
+def quantised(x: Array) -> Array:
+    """``x`` float32 [rows, k] after int8 in groups of 32, as float64; the definition of cpu_ext/kernels.h."""
+    rows, k = x.shape
+    k_pad = padded_k(Format("f32"), k)
+    groups = np.zeros((rows, k_pad), np.float32)
+    groups[:, :k] = x
+    groups = groups.reshape(rows, k_pad // 32, 32)
+    amax = np.abs(groups).max(-1, keepdims=True)
+    safe = np.where(amax == 0, np.float32(1), amax)
+    codes = np.rint(groups * (np.float32(127) / safe))
+    values = codes.astype(np.float64) * (amax / np.float32(127)).astype(np.float64)
+    return values.reshape(rows, k_pad)[:, :k]
+
+
+def bits(a: Array) -> Array:
+    return np.ascontiguousarray(a).view(np.uint32)
+
+
+def relative(a: Array, b: Array) -> float:
+    return float(np.linalg.norm(a.astype(np.float64) - b) / np.linalg.norm(b))

@@ -1,0 +1,62 @@
+"""Names, groups and sizes of the formats."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hetero.core import InputError
+from hetero.formats import Format, block_bytes, expert_bytes, packed_bytes, parse_format, valid_formats
+
+
+@pytest.mark.parametrize("text", valid_formats())
+def test_names_read_back(text: str) -> None:
+    assert str(parse_format(text)) == text
+    assert parse_format(text.replace(" ", "_")) == parse_format(text.replace(" ", "-")) == parse_format(text)
+
+
+def test_default_group_is_32() -> None:
+    assert parse_format("INT4") == Format("int4", 32)
+    assert parse_format(" int8 ") == Format("int8", 32)
+    assert parse_format("int4a") == Format("int4a", 32)
+
+
+@pytest.mark.parametrize("text", ["", "int5", "int4 g16", "int8 g256", "f32 g32", "q4_k", "bf-16", "g32"])
+def test_others_are_errors_that_list_the_valid(text: str) -> None:
+    with pytest.raises(InputError, match=r"valid: f32, bf16, int8 g32, .*int4a g128"):
+        parse_format(text)
+
+
+def test_near_miss_is_named() -> None:
+    with pytest.raises(InputError, match="did you mean 'int8'"):
+        parse_format("int9")
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [("f32", 32), ("bf16", 16), ("int8 g64", 8.25), ("int4", 4.5), ("int4a", 5), ("int4 g128", 4.125)],
+)
+def test_bits(text: str, bits: float) -> None:
+    fmt = parse_format(text)
+    assert fmt.bits_per_weight == bits
+    assert packed_bytes(fmt, 2560, 1280) == 2560 * 1280 * bits / 8
+
+
+def test_padding_counts() -> None:
+    int4 = parse_format("int4 g128")
+    assert block_bytes(int4, 192) == block_bytes(int4, 256) == 16 * 256 // 2 + 2 * 32
+    assert packed_bytes(int4, 17, 192) == 2 * block_bytes(int4, 192)
+    assert block_bytes(parse_format("int4"), 32) == 16 * 32 // 2 + 64  # 32 bytes of scales, up to 64
+
+
+def test_expert_of_the_flagship() -> None:
+    bytes_each = expert_bytes(parse_format("int4"), 2560, 640, has_gate=True, has_bias=False)
+    assert bytes_each == 3 * 2560 * 640 * 4.5 / 8
+    with_bias = expert_bytes(parse_format("int4"), 2560, 640, has_gate=False, has_bias=True)
+    assert with_bias == 2 * 2560 * 640 * 4.5 / 8 + 4 * (2560 + 640)
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys, hetero.formats; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
