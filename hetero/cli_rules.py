@@ -6,7 +6,6 @@ Errors are raised as HeteroError; ``hetero.cli`` tells them.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hetero.core import InputError
+from hetero.registry import load_class, op_names
 from hetero.rules import Placement, RuleSet, load_rules, match
 from hetero.rules.defaults import default_rules_for, shipped
 from hetero.rules.devices import parse_devices
@@ -71,25 +71,26 @@ def check(
 
 @app.command("explain")
 def explain_command(
-    first: Annotated[
-        str, typer.Argument(metavar="[FILE] MODEL", help="A rule file (default: the model's), and the model.")
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="[FILE] MODEL", help="A rule file (default: the model's), and the model."),
     ],
-    second: Annotated[str | None, typer.Argument(hidden=True)] = None,
     *,
     set_: SetOption = None,
     devices: DevicesOption = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(help="Of dense weights; by default float32 on the CPU and bfloat16 on a GPU."),
-    ] = None,
+        str, typer.Option(help="Of dense weights, as in 'hetero run': float32, bfloat16 or float16.")
+    ] = "float32",
     every: Annotated[bool, typer.Option("--all", help="Show modules without weights too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print module, rule, operator, device and bytes, and the totals of each device."""
-    if dtype is not None and dtype not in DENSE_BYTES:
+    if dtype not in DENSE_BYTES:
         hint = did_you_mean(dtype, DENSE_BYTES) or f"; it is one of {listed(DENSE_BYTES)}"
         raise InputError(f"--dtype {dtype}: unknown{hint}")
-    file, model = (None, first) if second is None else (first, second)
+    if len(words) > 2:
+        raise InputError(f"hetero rules explain [FILE] MODEL takes one or two words, not {len(words)}")
+    file, model = (None, words[0]) if len(words) == 1 else (words[0], words[1])
     model_type, placement, modules = _place(file, model, set_, devices)
     lines = explain(placement, modules, dtype)
     if as_json:
@@ -156,7 +157,8 @@ def _place(
     ruleset = load_rules(file, overrides) if file is not None else None
 
     # Only here does torch start: all that needs no model is checked by now.
-    from hetero.model.build import build_meta, describe, load_config
+    from hetero.model.build import build_meta, describe
+    from hetero.model.config import load_config
     from hetero.model.shapes import resolve_model
 
     config_data = resolve_model(model).config
@@ -168,14 +170,13 @@ def _place(
     import torch
 
     modules = describe(build_meta(load_config(config_data), torch.float32))
-    placement = match(ruleset, modules, devices=there, ops=schemas_for(_known_ops()), model_type=model_type)
+    placement = match(ruleset, modules, devices=there, ops=schemas_for(op_names()), model_type=model_type)
+    for path, rule in {a.cls: a.rule for a in placement.replacements() if a.cls is not None}.items():
+        try:
+            load_class(path)
+        except InputError as error:
+            rule.replace.where.fail(str(error))
     return model_type, placement, modules
-
-
-def _known_ops() -> list[str]:
-    from hetero.registry import op_names
-
-    return list(op_names())
 
 
 def _real_devices() -> tuple[str, ...]:
@@ -187,7 +188,7 @@ def _real_devices() -> tuple[str, ...]:
 def _console() -> Console:
     console = Console()
     # A pipe has no width of its own; folding at 80 columns would break names that a person greps for.
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
+    return console if console.is_terminal else Console(width=160)
 
 
 def _print_json(data: Any) -> None:

@@ -11,6 +11,7 @@ from hetero.core import ExpertSpec, ModuleInfo
 from hetero.formats import expert_bytes, parse_format
 from hetero.rules.placement import Assignment, Placement
 
+_RUNS = 3  # runs of numbers that a folded name spells out
 DENSE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -44,15 +45,10 @@ class Line:
 class Group:
     """Modules that differ in their numbers only and fare alike."""
 
-    pattern: str  # numbers as {0-47} or {0,4,8}
+    pattern: str  # numbers as {0-47}, {0,4,8} or {36 of 0-46}
     count: int
     line: Line  # the first of them
     bytes: int  # of all
-
-
-def default_dtype(device: str) -> str:
-    """The dtype of dense weights where nobody says otherwise."""
-    return "float32" if device == "cpu" else "bfloat16"
 
 
 def bytes_of_experts(spec: ExpertSpec, fmt: str) -> int:
@@ -63,9 +59,9 @@ def bytes_of_experts(spec: ExpertSpec, fmt: str) -> int:
     return spec.num_experts * one
 
 
-def explain(placement: Placement, modules: Sequence[ModuleInfo], dtype: str | None = None) -> list[Line]:
-    """One line per module that has an assignment. ``dtype``: of dense weights on every device; None:
-    ``default_dtype`` of each. Weights of experts that op "moe" takes are counted in their packed format."""
+def explain(placement: Placement, modules: Sequence[ModuleInfo], dtype: str = "float32") -> list[Line]:
+    """One line per module that has an assignment. ``dtype``: of dense weights. Weights of experts that op
+    "moe" takes are counted in their packed format."""
     lines = []
     for module in modules:
         assignment = placement.by_module.get(module.name)
@@ -114,11 +110,10 @@ def human(count: int) -> str:
 
 
 def _line(
-    module: ModuleInfo, assignment: Assignment, by_module: Mapping[str, Assignment], dtype: str | None
+    module: ModuleInfo, assignment: Assignment, by_module: Mapping[str, Assignment], dtype: str
 ) -> Line:
     owner = by_module.get(assignment.owner) if assignment.owner else None
-    dense = dtype or default_dtype(assignment.device)
-    fmt, size = (dense, module.own_params * DENSE_BYTES[dense]) if module.own_params else ("", 0)
+    fmt, size = (dtype, module.own_params * DENSE_BYTES[dtype]) if module.own_params else ("", 0)
     acting = owner or assignment
     if module.experts is not None and acting.op == "moe":
         fmt = str(parse_format(acting.options["experts"]["format"]))
@@ -138,15 +133,17 @@ def _pattern(names: Sequence[str]) -> str:
     parts = []
     for column in zip(*split, strict=True):
         values = list(dict.fromkeys(column))
-        parts.append(values[0] if len(values) == 1 else "{" + _ranges([int(v) for v in values]) + "}")
+        parts.append(values[0] if len(values) == 1 else "{" + _numbers([int(v) for v in values]) + "}")
     return ".".join(parts)
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _numbers(numbers: Sequence[int]) -> str:
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
+    if len(runs) > _RUNS:
+        return f"{len(numbers)} of {runs[0][0]}-{runs[-1][1]}"
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)

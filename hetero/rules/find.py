@@ -24,4 +24,4 @@ def find_rules_dir() -> Path:
 
 def shipped_files() -> list[Path]:
     """Every shipped rule file, by name."""
-    return sorted(find_rules_dir().glob("*.yaml"))
+    return sorted(find_rules_dir().glob("*.yaml"), key=lambda path: path.stem)

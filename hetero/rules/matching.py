@@ -69,6 +69,8 @@ def match(
             if one.rule.inherited:
                 check_device(one.rule.replace.device, one.rule.where, devices)
             continue
+        if one.rule.inherited and (one.matched or one.rule.optional):
+            continue  # to be overridden is what an inherited rule is for
         complaint = _complain(one, modules)
         if strict and not (one.rule.optional or one.rule.inherited):
             one.rule.where.fail(complaint)

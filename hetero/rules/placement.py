@@ -44,8 +44,8 @@ class Placement:
 
     ruleset: RuleSet
     assignments: tuple[Assignment, ...]
-    # Rules that placed nothing and may: optional ones, those that ``extends`` brought in, and, where the
-    # match was not strict, any. One sentence each.
+    # Rules that placed nothing and may, one sentence each: optional ones, inherited ones that match nothing,
+    # and, where the match was not strict, any.
     notes: tuple[str, ...] = ()
 
     @cached_property

@@ -363,7 +363,10 @@ class TestExtends:
         ).replace("{op: keep}", '{op: keep, device: "${gpu}"}')
         placement = place(write(tmp_path, text))
         assert {a.rule.inherited for a in placement.assignments} == {False}
-        assert len(placement.notes) == 2
+        assert placement.notes == ()
+        write(tmp_path, GOOD.replace("class: MoeBlock", "class: Else"), "base.yaml")
+        absent = place(write(tmp_path, f"extends: base\nrules:\n{MOE}{REST.replace('rest', 'all')}"))
+        assert ["matched 0 modules" in note for note in absent.notes] == [True]
 
     def test_an_inherited_device_counts_only_where_it_is_used(self, tmp_path: Path) -> None:
         write(tmp_path, GOOD.replace("{op: keep}", "{op: keep, device: cuda:5}"), "base.yaml")
