@@ -72,9 +72,16 @@ def is_sink(module: nn.Module) -> bool:
     return callable(getattr(module, "put", None)) and callable(getattr(module, "missing", None))
 
 
-def assert_loaded(model: nn.Module) -> None:
-    """Raise HeteroError, naming them, when parameters or buffers are still on ``meta``."""
+def finish(model: nn.Module) -> None:
+    """After the loader: let operators see their weights (``after_load``), and check that all have arrived.
+
+    Raises HeteroError, naming them, when parameters or buffers are still on ``meta``.
+    """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     left = [name for name, tensor in tensors if tensor.device.type == "meta"]
     if left:
         raise HeteroError(f"left without weights: {', '.join(left[:5])} ({len(left)} tensors)")
+    for module in list(model.modules()):
+        after_load = getattr(module, "after_load", None)
+        if callable(after_load):
+            after_load()

@@ -101,7 +101,7 @@ def load_model(
         progress=progress,
         plan=plan,
     )
-    inject.assert_loaded(model)
+    inject.finish(model)
     text: Any = config.get_text_config(decoder=True)
     runnable = Runnable(
         model=model,
