@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from hetero.model import hf
 from hetero.model.names import Target
 

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+
 from hetero.core import InputError
 
 INDEX = "model.safetensors.index.json"
