@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <new>
 #include <utility>
 
@@ -55,7 +56,7 @@ Arena& Arena::operator=(Arena&& other) noexcept {
 }
 
 void Arena::reserve(size_t bytes) {
-  if (bytes > size_) *this = Arena(bytes + bytes / 4);
+  if (bytes > size_) *this = Arena(bytes + std::min(bytes / 4, size_t{4} << 20));
 }
 
 }  // namespace hetero

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import weakref
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -17,6 +19,9 @@ from hetero.hw import cpu as hw_cpu
 from hetero.hw import memory
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
+
+WORKSPACE_BYTES = 256 * 2**20
+"""What a step's workspace takes at most, shared by all experts of the process."""
 
 _PARTS: tuple[Part, ...] = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -65,12 +70,26 @@ def set_threads(count: int) -> None:
     """Threads of the pool that all experts of this process share. Raises InputError below 1."""
     if count < 1:
         raise InputError(f"threads must be at least 1, not {count}")
+    global _pool_is_set  # noqa: PLW0603 (the pool belongs to the process, like the context that owns it)
     _cpu.set_threads(count)
+    _pool_is_set = True
 
 
 def threads() -> int:
-    """Threads of the pool now; physical cores of the affinity mask within the quota unless set."""
+    """Threads of the pool now. Unless set: HETERO_THREADS, else physical cores of the affinity mask within
+    the quota."""
+    _start_pool()
     return _cpu.threads()
+
+
+_pool_is_set = False
+_live: weakref.WeakSet[CpuExperts] = weakref.WeakSet()
+
+
+def _start_pool() -> None:
+    """Give the pool its default size, once and not at import: a bad HETERO_THREADS is a user's error."""
+    if not _pool_is_set:
+        set_threads(settings().threads or hw_cpu.usable_threads())
 
 
 class CpuExperts:
@@ -88,10 +107,15 @@ class CpuExperts:
         self.isa = pick_isa(isa)
         if threads is not None:
             set_threads(threads)
+        _start_pool()
         act = spec.activation
         needed = packed_nbytes(spec, fmt)
         what = f"{spec.num_experts} experts of {spec.hidden} x {spec.intermediate} in {fmt}"
-        memory.require(needed, what)
+        # Pages are taken when experts arrive, so what other operators still wait for counts as used.
+        promised = sum(other.promised_bytes for other in _live)
+        if promised:
+            what = f"{memory.gib(promised)} of other experts and {what}"
+        memory.require(needed + promised, what)
         try:
             self._experts = _cpu.Experts(
                 isa=self.isa,
@@ -117,11 +141,18 @@ class CpuExperts:
             ) from None
         self._parts = [p for p in _PARTS if _has_part(spec, p)]
         self._put: set[tuple[int, Part]] = set()
+        _live.add(self)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed experts."""
         return self._experts.nbytes
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes that the arena will still take from the system while its experts arrive, about."""
+        total = len(self._parts) * self.spec.num_experts
+        return self.nbytes * (total - len(self._put)) // total
 
     def put(self, expert: int, part: Part, tensor: Tensor) -> None:
         """Pack a matrix [N, K] (gate, up: [intermediate, hidden]; down: [hidden, intermediate]) or bias [N].
@@ -195,7 +226,8 @@ class CpuExperts:
             weights = weights.float().contiguous()
         tokens, slots = ids.shape
         out = torch.empty(tokens, self.spec.hidden, dtype=torch.float32)
-        self._experts.forward(
+        self._call(
+            self._experts.forward,
             x.data_ptr(),
             _DTYPES[x.dtype],
             ids.data_ptr(),
@@ -215,8 +247,15 @@ class CpuExperts:
         tokens, slots = ids.shape
         width = self.spec.intermediate * (2 if self.spec.has_gate else 1)
         out = torch.empty(tokens, slots, width, dtype=torch.float32)
-        self._experts.gate_up(
-            x.data_ptr(), _DTYPES[x.dtype], ids.data_ptr(), _IDS[ids.dtype], tokens, slots, out.data_ptr()
+        self._call(
+            self._experts.gate_up,
+            x.data_ptr(),
+            _DTYPES[x.dtype],
+            ids.data_ptr(),
+            _IDS[ids.dtype],
+            tokens,
+            slots,
+            out.data_ptr(),
         )
         return out
 
@@ -226,10 +265,27 @@ class CpuExperts:
         h, ids = self._checked(h, ids, (*ids.shape, self.spec.intermediate))
         tokens, slots = ids.shape
         out = torch.empty(tokens, slots, self.spec.hidden, dtype=torch.float32)
-        self._experts.down(
-            h.data_ptr(), _DTYPES[h.dtype], ids.data_ptr(), _IDS[ids.dtype], tokens, slots, out.data_ptr()
+        self._call(
+            self._experts.down,
+            h.data_ptr(),
+            _DTYPES[h.dtype],
+            ids.data_ptr(),
+            _IDS[ids.dtype],
+            tokens,
+            slots,
+            out.data_ptr(),
         )
         return out
+
+    def _call(self, step: Callable[..., None], *arguments: int | bool) -> None:
+        try:
+            step(*arguments)
+        except MemoryError:
+            have = memory.available()
+            raise MachineError(
+                f"the workspace of a step needs up to {memory.gib(WORKSPACE_BYTES)} of memory, "
+                f"{memory.gib(have.bytes)} is available ({have.limit})"
+            ) from None
 
     def _checked(self, x: Tensor, ids: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """x and ids as the extension reads them: contiguous, of a known type, on the CPU."""
@@ -273,5 +329,4 @@ def _part_shape(spec: ExpertSpec, part: Part) -> tuple[int, ...]:
     return (spec.hidden, spec.intermediate) if part == "down" else (spec.intermediate, spec.hidden)
 
 
-_cpu.set_threads(settings().threads or hw_cpu.usable_threads())
 atexit.register(_cpu.shut_down)

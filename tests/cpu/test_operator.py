@@ -12,6 +12,7 @@ from hetero import _cpu, cpu
 from hetero.core import Activation, ActKind, ExpertSpec, InputError, MachineError
 from hetero.cpu import CpuExperts
 from hetero.formats import parse_format
+from hetero.hw import memory
 from torch import Tensor
 
 from tests.cpu.reference import (
@@ -118,6 +119,33 @@ def test_repeated_and_skipped_experts(isa: str, tokens: int, generator: torch.Ge
     assert relative(y, want) <= limit("int8", tokens)
     narrow = experts.forward(x, ids.clamp(-5, 50).int(), w)
     assert torch.equal(narrow, y)
+
+
+@pytest.mark.parametrize("fmt", ["f32", "int8 g32", "int4 g64"])
+def test_staged_bits_equal_on_every_isa(fmt: str, generator: torch.Generator) -> None:
+    spec = ExpertSpec(4, 72, 136, 3, has_bias=True)
+    experts = fill(CpuExperts(spec, parse_format(fmt)), random_weights(spec, generator))
+    x, ids, _ = random_routing(spec, 16, generator)
+    h = torch.randn(16, 3, 136, generator=generator)
+    experts.use("scalar")
+    first, second = experts.gate_up(x, ids), experts.down(h, ids)
+    for isa in ISAS:
+        experts.use(isa)
+        for threads in (1, 3):
+            cpu.set_threads(threads)
+            assert torch.equal(experts.gate_up(x, ids), first)
+            assert torch.equal(experts.down(h, ids), second)
+
+
+def test_no_slots() -> None:
+    spec = ExpertSpec(1, 32, 32, 1)
+    experts = CpuExperts(spec, parse_format("int8"))
+    for part, shape in (("gate", (32, 32)), ("up", (32, 32)), ("down", (32, 32))):
+        experts.put(0, part, torch.ones(shape))
+    for tokens in (3, 20):
+        ids = torch.zeros(tokens, 0, dtype=torch.long)
+        y = experts.forward(torch.ones(tokens, 32), ids, torch.ones(tokens, 0))
+        assert torch.equal(y, torch.zeros(tokens, 32))
 
 
 def test_every_token_skipped(generator: torch.Generator) -> None:
@@ -456,6 +484,32 @@ def test_too_little_memory() -> None:
     spec = ExpertSpec(100_000, 8192, 8192, 1)
     with pytest.raises(MachineError, match=r"100000 experts of 8192 x 8192 in int4 g32 needs .* available"):
         CpuExperts(spec, parse_format("int4"))
+
+
+def test_memory_promised_to_other_experts_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three layers that fit one by one, not together; pages are taken only when experts arrive."""
+    spec, fmt = ExpertSpec(4, 64, 64, 1), parse_format("int8")
+    size = cpu.packed_nbytes(spec, fmt)
+    others = sum(e.promised_bytes for e in cpu._live)
+    monkeypatch.setattr(memory, "available", lambda *a: memory.Available(others + 2 * size, "test"))
+    kept = [CpuExperts(spec, fmt) for _ in range(2)]
+    with pytest.raises(MachineError, match=r"of other experts and 4 experts of 64 x 64 in int8 g32 needs"):
+        CpuExperts(spec, fmt)
+    assert kept[0].promised_bytes == size
+    kept[0].put(0, "up", torch.ones(64, 64))
+    assert kept[0].promised_bytes == size * 11 // 12
+
+
+def test_workspace_refused_by_the_system(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+    spec = ExpertSpec(2, 32, 32, 1)
+    experts = fill(CpuExperts(spec, parse_format("int8")), random_weights(spec, generator))
+
+    def refused(*arguments: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(experts, "_experts", type("Raw", (), {"forward": staticmethod(refused)}))
+    with pytest.raises(MachineError, match=r"workspace of a step needs up to 256\.0 MiB"):
+        experts.forward(torch.zeros(1, 32), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
 
 
 def test_mapping_refused_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
