@@ -15,7 +15,7 @@ from hetero.rules.source import Value, did_you_mean, listed
 DEFAULT_FORMAT = "int8"
 ISAS = ("auto", "scalar", "avx2", "avx512", "amx")
 NUMA = ("split", "off")
-BACKENDS = ("native",)
+BACKENDS = ("native", "torch")
 _MAX_THREADS = 4096
 
 # Replace, devices that exist -> complete options.
@@ -44,14 +44,20 @@ def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
     if device != "cpu":
         # Tiers of experts on a GPU are not written yet; a rule must not promise them.
         (get("device") or experts).where.fail(f"experts on '{device}' are not supported; write 'device: cpu'")
+    backend = _word(get("backend"), "backend", BACKENDS)
+    fmt = _format(get("format"), DEFAULT_FORMAT if backend == "native" else "f32")
+    if backend == "torch" and str(parse_format(fmt)) != "f32":
+        (get("format") or experts).where.fail(
+            f"experts: backend 'torch' computes in float32: write 'format: f32', not '{fmt}'"
+        )
     return {
         "experts": {
             "device": device,
-            "format": _format(get("format")),
+            "format": fmt,
             "isa": _word(get("isa"), "isa", ISAS),
             "numa": _word(get("numa"), "numa", NUMA),
             "threads": _threads(get("threads")),
-            "backend": _word(get("backend"), "backend", BACKENDS),
+            "backend": backend,
         }
     }
 
@@ -93,9 +99,9 @@ def schemas_for(names: Sequence[str]) -> dict[str, OpSchema]:
     return {**BUILTIN, **{name: BUILTIN.get(name, FOREIGN) for name in names}}
 
 
-def _format(value: Value | None) -> str:
+def _format(value: Value | None, default: str) -> str:
     if value is None:
-        return DEFAULT_FORMAT
+        return default
     text = value.string("'format'")
     try:
         parse_format(text)

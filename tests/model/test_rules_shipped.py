@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,3 +95,14 @@ def test_every_shipped_file_says_what_it_is_for() -> None:
     for one in shipped():
         assert one.rules.description, one.name
         assert "models" in one.path.read_text(), one.name
+
+
+def test_the_example_of_the_manual_is_a_good_file(tmp_path: Path) -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "rules.md").read_text(encoding="utf-8")
+    example = manual.split("```yaml\n")[1].split("```")[0]
+    path = tmp_path / "example.yaml"
+    path.write_text(example, encoding="utf-8")
+    model_type, modules = shape_tree("qwen3-30b-a3b")
+    placement = match(load_rules(path), modules, devices=DEVICES, model_type=model_type)
+    assert_sound(placement, modules, gpu=True)
+    assert placement.notes == ()

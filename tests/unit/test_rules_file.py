@@ -282,6 +282,13 @@ def test_every_word_is_accepted(tmp_path: Path, key: str, word: str) -> None:
     assert block.options["experts"][key] == word
 
 
+def test_the_torch_backend_is_for_f32(tmp_path: Path) -> None:
+    block = next(place(write(tmp_path, GOOD.replace("format: int4", "backend: torch"))).replacements())
+    assert block.options["experts"]["format"] == "f32"
+    path = write(tmp_path, GOOD.replace("format: int4", "format: int4, backend: torch"))
+    assert "backend 'torch' computes in float32: write 'format: f32', not 'int4'" in error(path)
+
+
 def test_a_registered_operator_takes_kwargs(tmp_path: Path) -> None:
     from hetero.rules import match
 
