@@ -89,6 +89,20 @@ def test_bits_equal_on_every_isa_and_thread_count(fmt: str, generator: torch.Gen
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+def test_experts_are_summed_in_slot_order_by_fma(isa: str, tokens: int, generator: torch.Generator) -> None:
+    spec = ExpertSpec(7, 96, 64, 5)
+    experts = fill(CpuExperts(spec, parse_format("int8"), isa=isa), random_weights(spec, generator))
+    x, ids, w = random_routing(spec, tokens, generator)
+    want = torch.zeros(tokens, 96)
+    for slot in range(5):
+        one = experts.forward(x, ids[:, slot : slot + 1], torch.ones(tokens, 1))
+        # A product of two float32 is exact in float64, so this rounds once, as fma does.
+        want = (w[:, slot, None].double() * one.double() + want.double()).float()
+    assert torch.equal(experts.forward(x, ids, w), want)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("fmt", ["f32", "bf16", "int8 g64", "int4 g32"])
 def test_many_tokens_do_not_depend_on_threads(fmt: str, isa: str, generator: torch.Generator) -> None:
     spec = ExpertSpec(num_experts=4, hidden=192, intermediate=200, top_k=2)
