@@ -20,7 +20,8 @@ from hetero.config import settings
 from hetero.core import InputError
 from hetero.engine.generate import Runnable
 from hetero.hw import memory
-from hetero.model.build import build_meta, describe, load_config
+from hetero.model.build import build_meta, describe
+from hetero.model.config import load_config
 from hetero.model.loader import load, plan_load
 from hetero.model.source import Checkpoint
 from hetero.model.tokenizer import Tokenizer, load_tokenizer
