@@ -21,6 +21,7 @@ from hetero.model import hf
 from hetero.model.config import choose_class, load_config
 
 __all__ = [
+    "TOWER",
     "MoeSite",
     "assert_only_experts_on_meta",
     "build_meta",
@@ -36,9 +37,9 @@ __all__ = [
     "target_dtype",
 ]
 
-# Siblings of the language model that only other inputs than text need.
-_TOWER = re.compile(
-    r"vision|visual|audio|image|video|projector|talker|code2wav|resampler|speech|sam_model|^mtp"
+# Components of names that belong to parts of a model that text generation does not run.
+TOWER = re.compile(
+    r"vision|visual|audio|image|video|speech|projector|resampler|aligner|merger|sam_model|talker|code2wav|^mtp"
 )
 
 
@@ -71,7 +72,7 @@ def _drop_towers(model: Any) -> Iterator[str]:
         owner_name = ".".join(parts[:depth])
         owner = model.get_submodule(owner_name) if owner_name else model
         for name, child in list(owner.named_children()):
-            if name != parts[depth] and _TOWER.search(name) and not isinstance(child, type(decoder)):
+            if name != parts[depth] and TOWER.search(name) and not isinstance(child, type(decoder)):
                 setattr(owner, name, None)
                 yield f"{owner_name}.{name}" if owner_name else name
 

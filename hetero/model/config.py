@@ -120,6 +120,9 @@ def choose_class(config: hf.Config) -> ModelClass:
         cls = cls[0] if isinstance(cls, list | tuple) else cls
         text_class = config.sub_configs.get("text_config")
         if text_class is not None and cls.config_class is text_class:
+            quantised = getattr(config, "quantization_config", None)
             config = config.get_text_config()
+            if quantised is not None:
+                config.quantization_config = quantised
         return ModelClass(cls, config)
     raise InputError(f"model_type {config.model_type!r} has no causal language model in transformers")

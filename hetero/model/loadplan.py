@@ -17,7 +17,7 @@ from torch import nn
 
 from hetero.core import InputError
 from hetero.model.build import is_experts
-from hetero.model.convert import Layout, convert, is_expertwise, per_expert_sources
+from hetero.model.convert import Layout, convert, convert_expert, is_expertwise, per_expert_sources
 from hetero.model.names import NameMap, Target, map_names
 from hetero.model.source import Checkpoint, unsupported_dtype
 
@@ -148,13 +148,13 @@ def _check_shapes(target: Target, plan: LoadPlan, model: Any, checkpoint: Checkp
                         f"but {names[0]} has {list(first)}"
                     )
     expected = {name: plan.places[name].shape for name in target.names if name in plan.places}
-    made = _dry_run(target, model, checkpoint)
+    made = _dry_run(target, plan, model, checkpoint)
     if made == expected:
         return
     for count in range(1, len(target.sources) + 1):
         for patterns in combinations(target.sources, count):
             swapped = {name for pattern in patterns for name in target.sources[pattern]}
-            if _dry_run(target, model, checkpoint, swapped) == expected:
+            if _dry_run(target, plan, model, checkpoint, swapped) == expected:
                 name = target.sources[patterns[0]][0]
                 raise InputError(
                     f"{infos[name].file}: tensor {name} of shape {list(infos[name].shape)} does not fit "
@@ -178,11 +178,11 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _dry_run(
-    target: Target, model: Any, checkpoint: Checkpoint, transposed: Collection[str] = ()
+    target: Target, plan: LoadPlan, model: Any, checkpoint: Checkpoint, transposed: Collection[str] = ()
 ) -> dict[str, torch.Size] | None:
     """Shapes that a target's conversion makes, of sources some of which may be taken as transposed.
 
-    None when the conversion cannot run on them.
+    None when the conversion cannot run on them. One expert stands for all, whose number is checked already.
     """
 
     def shape_of(name: str) -> tuple[int, ...]:
@@ -193,6 +193,10 @@ def _dry_run(
         return torch.empty(shape_of(name), device="meta")
 
     try:
+        if per_expert_sources(target) and is_expertwise(target):
+            shape, config = plan.places[target.name].shape, model.config
+            one = convert_expert(target, 0, shape, config, read=read, read_slice=read)
+            return {target.name: torch.Size((shape[0], *one.shape))}
         return {name: tensor.shape for name, tensor in convert(target, model, read, shape_of).items()}
     except (RuntimeError, ValueError, IndexError, KeyError, AttributeError):
         return None

@@ -14,12 +14,8 @@ from typing import Any
 
 from hetero.core import InputError
 from hetero.model import hf
+from hetero.model.build import TOWER
 
-# Parts of a multimodal or multi-token model that text generation does not run.
-_TOWER = re.compile(
-    r"visual|vision\w*|audio\w*|image\w*|video\w*|speech\w*|mtp\w*|talker|code2wav|embed_(vision|audio)"
-    r"|\w*projector|\w*resampler|resampler_model|sam_model|aligner|merger"
-)
 _COMPUTED = r"rotary_emb\.inv_freq|(?:^|\.)position_ids$"
 
 
@@ -129,8 +125,8 @@ def _why_skipped(name: str, model: Any, ignored: re.Pattern[str]) -> str | None:
             if getattr(config, "num_nextn_predict_layers", None) and int(part) >= config.num_hidden_layers:
                 return "mtp"
             break
-        if _TOWER.fullmatch(part):
+        if TOWER.search(part):
             return part
     if ignored.search(name) is None:
         return None
-    return "tensors that the model class ignores"
+    return "what the model class ignores"

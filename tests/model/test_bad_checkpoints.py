@@ -367,8 +367,17 @@ def test_dtypes_that_are_no_weights(dtype: torch.dtype, copy: Any) -> None:
 
 
 def test_a_quantised_checkpoint(copy: Any) -> None:
-    folder = copy()
+    folder = copy("qwen3_moe")
     edit_config(folder, lambda c: c.update(quantization_config={"quant_method": "fp8"}))
+    refused(lambda: plan(folder), "quantised with fp8", "not supported yet")
+    folder = copy("qwen3_5_moe_text")
+    config = json.loads((folder / "config.json").read_text())
+    composite = {
+        "model_type": "qwen3_5_moe",
+        "text_config": config,
+        "quantization_config": {"quant_method": "fp8"},
+    }
+    (folder / "config.json").write_text(json.dumps(composite))
     refused(lambda: plan(folder), "quantised with fp8", "not supported yet")
 
 

@@ -218,6 +218,36 @@ def test_towers_and_draft_layers_are_skipped_in_one_line(tmp_path: Path) -> None
     assert report.lines() == ["not loaded: mtp (2 tensors)"]
 
 
+def test_a_model_inside_a_larger_one(tmp_path: Path) -> None:
+    """The thinker of an omni model: its tensors carry a prefix, the parts beside it are not run."""
+    config = tiny_config("qwen3_omni_moe")
+    reference = write_config(config, tmp_path)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[f"thinker.{name}"] = tensors.pop(name)
+        tensors["talker.model.norm.weight"] = torch.ones(2)
+        tensors["code2wav.decoder.0.weight"] = torch.ones(2)
+
+    edit_tensors(tmp_path, add)
+    config.save_pretrained(tmp_path)
+    model, _, report = load_into(tmp_path, stream=False)
+    ids = torch.randint(3, 90, (1, 9))
+    assert torch.equal(logits(model, ids), logits(reference, ids))
+    (line,) = report.lines()
+    assert "talker (1 tensors)" in line
+    assert "code2wav (1 tensors)" in line
+
+
+def test_tensors_of_older_releases_are_ignored(tmp_path: Path) -> None:
+    """Rotary frequencies used to be stored with every layer."""
+    write("qwen3_moe", tmp_path)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(tmp_path, lambda t: t.update({name: torch.ones(8)}))
+    _, _, report = load_into(tmp_path, stream=True)
+    assert report.lines() == ["not loaded: what the model class ignores (1 tensors)"]
+
+
 def test_planning_reads_no_weight_and_loading_reads_each_byte_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
