@@ -30,7 +30,8 @@ class Runnable:
     """What the engine needs of a loaded model; it does not know where the model comes from.
 
     ``context``: most tokens of prompt and answer together, None when the model has no limit of its own.
-    ``eos``: tokens that end an answer. ``kernels``: executed kernels so far, name -> calls.
+    ``eos``: tokens that end an answer. ``whole_prompt``: the prompt cannot be read in pieces. ``kernels``:
+    executed kernels so far, name -> calls.
     """
 
     model: nn.Module
@@ -38,6 +39,7 @@ class Runnable:
     tokenizer: Tokenizer | None = None
     context: int | None = None
     eos: frozenset[int] = frozenset()
+    whole_prompt: bool = False
     kernels: Callable[[], dict[str, int]] = field(default=_no_kernels)
     load_s: float = 0.0
 
@@ -151,11 +153,12 @@ class Engine:
     ) -> Tensor | None:
         """Logits [V] after the whole prompt, or None when cancelled between chunks."""
         logits: Tensor | None = None
-        for start in range(0, len(prompt), self._chunk):
+        chunk = len(prompt) if self.runnable.whole_prompt else self._chunk
+        for start in range(0, len(prompt), chunk):
             if cancelled():
                 return None
             with torch.inference_mode():
-                logits = sequence.advance(list(prompt[start : start + self._chunk]))
+                logits = sequence.advance(list(prompt[start : start + chunk]))
         return logits
 
 

@@ -23,6 +23,7 @@ from hetero.hw import memory
 from hetero.model.build import build_meta, describe
 from hetero.model.config import load_config
 from hetero.model.loader import load, plan_load
+from hetero.model.moe_types import WHOLE_PROMPT
 from hetero.model.source import Checkpoint
 from hetero.model.tokenizer import Tokenizer, load_tokenizer
 from hetero.registry import op_names
@@ -110,6 +111,7 @@ def load_model(
         tokenizer=tokenizer,
         context=context_limit(text),
         eos=eos_ids(folder, text, tokenizer),
+        whole_prompt=config.model_type in WHOLE_PROMPT,
         kernels=_kernels,
         load_s=time.perf_counter() - began,
     )

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from hetero.core import Activation, ActKind, ExpertSpec, InputError
 from torch import nn
+
+from hetero.core import Activation, ActKind, ExpertSpec, InputError
 
 # Model type -> why hetero does not run it.
 REFUSED: dict[str, str] = {
@@ -24,6 +25,11 @@ REFUSED: dict[str, str] = {
     "switch_transformers": "it is an encoder-decoder",
 }
 _PARTS = {"llama4_text": "llama4", "diffusion_gemma_text": "diffusion_gemma"}
+
+
+# Types whose forward in transformers does not carry all of its state from one piece of a prompt to the next
+# (a recurrence that starts anew, a window that the first piece defines): their prompts are read in one pass.
+WHOLE_PROMPT = frozenset({"jamba", "minimax", "unlimited_ocr"})
 
 
 def refusal(model_type: str) -> str | None:

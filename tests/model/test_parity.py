@@ -15,9 +15,14 @@ import pytest
 import torch
 import transformers
 from hetero.core import Activation, ExpertSpec, InputError
+from hetero.engine.forward import Stepper
+from hetero.engine.generate import Engine
+from hetero.engine.load import load_model
+from hetero.engine.request import Request
+from hetero.engine.sample import SamplingParams
 from hetero.inject import is_sink
 from hetero.model.build import choose_class
-from hetero.model.moe_types import REFUSED, refusal
+from hetero.model.moe_types import REFUSED, WHOLE_PROMPT, refusal
 from hetero.ops.moe import MoeBlock
 from safetensors.torch import load_file, save_file
 from transformers.models.auto import modeling_auto as auto
@@ -25,7 +30,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from tests.model.parity import load_ours, load_reference, prompt, relative, save_tiny, trace
 from tests.model.quiet import quiet  # noqa: F401  a fixture of every test here
-from tests.model.tiny_moe import contains_moe, foreign_moe_types, module_of, moe_modules, moe_types
+from tests.model.tiny_moe import SIZES, contains_moe, foreign_moe_types, module_of, moe_modules, moe_types
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 TOLERANCE = 1e-4
@@ -71,6 +76,40 @@ def test_logits(model_type: str, tmp_path: Path, results: Results) -> None:
     assert error < TOLERANCE
     assert got.tokens == want.tokens
     results.rows[model_type] = _row(model_type, ours, error)
+
+
+@pytest.mark.parametrize("model_type", WORKING)
+def test_prompt_in_pieces_and_in_a_batch(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunked prefill gives the logits of one pass, except where a type is known for not doing so; a sequence
+    in a batch gives those of a sequence alone."""
+    # Sparse attention would choose among keys that score alike, where rounding decides.
+    monkeypatch.setitem(SIZES, "index_topk", 64)
+    save_tiny(model_type, tmp_path)
+    model = load_ours(tmp_path)
+    ids = torch.cat((prompt(1), prompt(2)), dim=-1)[0].tolist()
+    with torch.inference_mode():
+        whole = Stepper(model).start().advance(ids)
+        pieces = Stepper(model).start()
+        for start, end in ((0, 10), (10, 17), (17, 24)):
+            last = pieces.advance(ids[start:end])
+        assert (relative(last[None], whole[None]) < TOLERANCE) != (model_type in WHOLE_PROMPT)
+        batch = model(input_ids=torch.cat((prompt(1), prompt(3)))).logits
+        alone = model(input_ids=prompt(3)).logits
+    assert relative(batch[1], alone[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", sorted(WHOLE_PROMPT))
+def test_the_engine_reads_such_a_prompt_in_one_pass(model_type: str, tmp_path: Path) -> None:
+    save_tiny(model_type, tmp_path)
+    runnable = load_model(tmp_path, rules="default-cpu", overrides={"experts": "f32"}, threads=1).runnable
+    assert runnable.whole_prompt
+    request = Request(
+        tuple(prompt(4)[0].tolist()), SamplingParams(temperature=0.0), max_tokens=8, ignore_eos=True
+    )
+    answers = [Engine(runnable, prefill_chunk=chunk).complete(request).token_ids for chunk in (5, 512)]
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("model_type", MUST_WORK)
