@@ -153,10 +153,10 @@ def _find_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """The safetensors files of a folder, and tensor name -> file name where there is an index."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder" if not folder.exists() else f"{folder}: not a folder")
+    if (folder / "model.safetensors").is_file():  # before an index, as transformers has it
+        return [folder / "model.safetensors"], {}
     if (folder / INDEX).is_file():
         return _read_index(folder)
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"], {}
     files = sorted(folder.glob("*.safetensors"))
     if files:
         return files, {}
