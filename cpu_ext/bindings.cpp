@@ -5,6 +5,7 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
 
@@ -14,6 +15,7 @@
 
 #include "dispatch.h"
 #include "moe.h"
+#include "probes.h"
 
 namespace nb = nanobind;
 
@@ -110,16 +112,31 @@ NB_MODULE(_cpu, m) {
   m.def("reset_kernel_counts", &reset_kernel_counts);
   m.def("set_threads", &set_threads);
   m.def("threads", [] { return context().pool->threads(); });
-  // Sets what is tuned and returns the values before: gemv_rows, gemm_rows, wave_bytes, store_bytes.
-  m.def("set_tuning", [](int64_t gemv_rows, int64_t gemm_rows, int64_t wave_bytes, int64_t store_bytes) {
+  // Sets what is tuned and returns the values before: gemv_rows, gemm_rows, wave_bytes, store_bytes,
+  // strip_blocks (see Tuning).
+  m.def("set_tuning", [](int64_t gemv_rows, int64_t gemm_rows, int64_t wave_bytes, int64_t store_bytes,
+                         int64_t strip_blocks) {
     if (gemv_rows < 0 || gemv_rows > 4) throw std::invalid_argument("gemv kernels take 1 to 4 rows");
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> hold(context().lock);
     const Tuning before = context().tuning;
-    context().tuning = {gemv_rows, gemm_rows, wave_bytes, store_bytes};
-    return std::vector<int64_t>{before.gemv_rows, before.gemm_rows, before.wave_bytes, before.store_bytes};
+    context().tuning = {gemv_rows, gemm_rows, wave_bytes, store_bytes, strip_blocks};
+    return std::vector<int64_t>{before.gemv_rows, before.gemm_rows, before.wave_bytes, before.store_bytes,
+                                before.strip_blocks};
   });
   m.def("pool_read", &pool_read);
+  // (instruction, instruction set, kind of products, operations of a round) of each probe of this machine.
+  m.def("probes", [] {
+    std::vector<std::tuple<std::string, std::string, std::string, int64_t>> found;
+    for (const Probe& p : probes()) found.emplace_back(p.instruction, p.isa, p.kind, p.ops);
+    return found;
+  });
+  m.def("run_probe", [](const std::string& instruction, int64_t rounds, int64_t chunks) {
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> hold(context().lock);
+    const ProbeResult result = run_probe(*context().pool, instruction, rounds, chunks);
+    return std::make_pair(result.seconds, result.clock_hz);
+  });
   m.def("shut_down", &shut_down);
   // Runs `chunks` chunks of `microseconds` of busy work; chunk `failing` throws (-1: none). For tests.
   m.def("pool_exercise", [](int64_t chunks, int64_t microseconds, int64_t failing) {

@@ -29,9 +29,10 @@ struct Tuning {
   // Kernel class by the rows of an expert in a step: up to gemv_rows GEMV, up to gemm_rows exact GEMM, else
   // bulk. Steps of at most kExactRows tokens never use bulk.
   int64_t gemv_rows = 4;
-  int64_t gemm_rows = 8;
+  int64_t gemm_rows = 4;
   int64_t wave_bytes = 64ll << 20;    // results of down that wait for their sum
   int64_t store_bytes = 160ll << 20;  // activations of one pass over the tokens
+  int64_t strip_blocks = 0;           // blocks of a strip of down for few tokens; 0: by the number of threads
 };
 
 struct ExpertsConfig {

@@ -400,7 +400,8 @@ struct Step {
     if (strips) {
       const int64_t most =
           std::max<int64_t>(1, kTileFloats / (kBlockRows * std::max<int64_t>(1, pairs_kept)));
-      strip = std::clamp<int64_t>(blocks / (threads * 5), 1, std::min<int64_t>(16, most));
+      const int64_t want = ctx.tuning.strip_blocks > 0 ? ctx.tuning.strip_blocks : blocks / (threads * 5);
+      strip = std::clamp<int64_t>(want, 1, std::min<int64_t>(16, most));
       tile_floats = std::max(tile_floats, pairs_kept * kBlockRows * strip);
     }
     ldy = op.down_.n_pad;

@@ -291,7 +291,7 @@ def test_waves_and_passes_change_nothing(fmt: str, generator: torch.Generator) -
         x = x.bfloat16()
         want = operator(spec, decoded(experts), x, ids, w, quantised=experts.format.quantised)
         for wave_bytes, store_bytes in ((64 << 20, 160 << 20), (40_000, 160 << 20), (40_000, 9_000), (1, 1)):
-            before = _cpu.set_tuning(4, 8, wave_bytes, store_bytes)
+            before = _cpu.set_tuning(4, 4, wave_bytes, store_bytes, 0)
             try:
                 y = experts.forward(x, ids, w)
             finally:
