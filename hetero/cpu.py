@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -80,6 +81,29 @@ def threads() -> int:
     the quota."""
     _start_pool()
     return _cpu.threads()
+
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A loop over registers alone that shows the peak of one instruction."""
+
+    instruction: str  # "vpdpbusd zmm"
+    isa: str  # instruction set that it is a peak of
+    kind: str  # products that it adds up: "int8", "bf16" or "f32"
+    ops: int  # multiplications and additions of one round
+
+
+def probes() -> list[Probe]:
+    """The probes that this machine can run, of every instruction set."""
+    return [Probe(*fields) for fields in _cpu.probes()]
+
+
+def run_probe(instruction: str, rounds: int, chunks: int = 1) -> tuple[float, float]:
+    """Seconds that the pool takes for ``chunks`` times ``rounds`` rounds of a probe, and Hz of the fastest core
+    right after them. An empty name measures the clock of idle vector units (seconds 0)."""
+    _start_pool()
+    return _cpu.run_probe(instruction, rounds, chunks)
 
 
 _pool_is_set = False
