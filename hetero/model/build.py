@@ -81,7 +81,8 @@ def materialise_buffers(model: Any) -> None:
     """Give real values to the buffers that ``meta`` lost and that are computed, not learned.
 
     Those are the non-persistent ones, and the persistent ones of integers (hash multipliers). A persistent
-    buffer of floats is learned (a router's correction bias) and has to come from the checkpoint.
+    buffer of floats is learned (a router's correction bias) and has to come from the checkpoint; so has one
+    of integers that starts as zeros (DeepSeek V4's table of experts by token).
 
     The values come from the model's own initialisation, run with everything else marked as initialised.
     Each buffer is poisoned first, so that one that the model's code does not fill is an error, not garbage.
@@ -111,6 +112,9 @@ def materialise_buffers(model: Any) -> None:
             raise HeteroError(
                 f"{type(model).__name__}: buffer {name} is not filled by the model's initialisation"
             )
+        if name in persistent and not after.is_floating_point() and not after.any():
+            owner, leaf = _owner(model, name)
+            owner._buffers[leaf] = torch.empty_like(after, device="meta")
 
 
 def _poison(buffer: torch.Tensor) -> torch.Tensor:

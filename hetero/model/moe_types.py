@@ -29,7 +29,7 @@ _PARTS = {"llama4_text": "llama4", "diffusion_gemma_text": "diffusion_gemma"}
 
 # Types whose forward in transformers does not carry all of its state from one piece of a prompt to the next
 # (a recurrence that starts anew, a window that the first piece defines): their prompts are read in one pass.
-WHOLE_PROMPT = frozenset({"jamba", "minimax", "unlimited_ocr"})
+WHOLE_PROMPT = frozenset({"jamba", "unlimited_ocr"})
 
 
 def refusal(model_type: str) -> str | None:

@@ -19,6 +19,7 @@ from hetero.ops.moe import MoeBlock
 from hetero.registry import get_op, load_class, op_names, register_op
 from hetero.rules import load_rules, match
 from hetero.rules.options import schemas_for
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.model.parity import load_ours, prompt, save_tiny
@@ -175,6 +176,17 @@ def test_experts_leave_no_parameter_behind(folder: Path) -> None:
     assert done.expert_bytes > 0
     with pytest.raises(HeteroError, match=r"left without weights: model\.embed_tokens\.weight"):
         inject.finish(model)
+
+
+def test_a_table_of_experts_by_token_is_never_zeros(tmp_path: Path) -> None:
+    """DeepSeek V4 looks experts up by token in its first layers; without the table every token would go to
+    expert 0."""
+    save_tiny("deepseek_v4", tmp_path)
+    file = tmp_path / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("tid2eid")}
+    save_file(kept, file, {"format": "pt"})
+    with pytest.raises(InputError, match="tid2eid"):
+        load_ours(tmp_path)
 
 
 def test_an_operator_must_return_a_module(folder: Path, clean_names: None, tmp_path: Path) -> None:

@@ -214,7 +214,8 @@ def _sub_class(config_class: type[PretrainedConfig], name: str, declared: Any) -
 def randomise(model: nn.Module, seed: int) -> None:
     """Random weights that keep the signal alive: matrices of gain about one, nothing left at zero.
 
-    State-space parameters (``A_log`` and the like) keep their initial values, which must lie in a range.
+    State-space parameters (``A_log`` and the like) keep their initial values, which must lie in a range, and
+    so do buffers that follow from each other (the decays of MiniMax).
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -239,7 +240,10 @@ def randomise(model: nn.Module, seed: int) -> None:
                 p.copy_(torch.nan_to_num(p) + 0.1 * noise(p))
         persistent = set(model.state_dict())
         for name, b in model.named_buffers():
-            if name in persistent and b.is_floating_point():
+            leaf = name.rsplit(".", 1)[-1]
+            if leaf == "tid2eid":  # token -> its experts
+                b.copy_(torch.stack([torch.randperm(8, generator=generator)[: b.shape[1]] for _ in b]))
+            elif name in persistent and b.is_floating_point() and not leaf.endswith(("decay", "slope_rate")):
                 b.add_(0.1 * noise(b))
 
 
