@@ -40,7 +40,7 @@ def test_computed_buffers_are_those_of_transformers(model_type: str) -> None:
         assert buffer.dtype == expected.dtype
         if buffer.device.type == "meta":
             assert name in learned, f"{name} is computed, and was not"
-            assert buffer.is_floating_point()
+            assert buffer.is_floating_point() or not expected.any()
         else:
             assert torch.equal(buffer, expected), name
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
