@@ -258,6 +258,7 @@ def test_unconsumed_tensors(copy: Any) -> None:
         ("minimax_m2", "model.layers.1.block_sparse_moe.e_score_correction_bias"),
         ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj"),
         ("gpt_oss", "model.layers.1.mlp.experts.down_proj_bias"),
+        ("deepseek_v4", "model.layers.0.ffn.gate.tid2eid"),
         ("granitemoe", "model.layers.1.block_sparse_moe.output_linear.weight"),
         ("qwen3_moe", "model.layers.0.mlp.experts.3.up_proj.weight"),
         ("mixtral", "model.layers.0.block_sparse_moe.experts.7.w2.weight"),
@@ -267,8 +268,10 @@ def test_absent_tensor(model_type: str, name: str, copy: Any) -> None:
     """Never zeros in its place: a router without its correction bias routes wrongly and says nothing."""
     folder = copy(model_type)
     edit_tensors(folder, lambda t: t.pop(name))
-    known = name.replace("block_sparse_moe.e_score", "mlp.e_score").replace(
-        "output_linear.weight", "experts.down_proj"
+    known = (
+        name.replace("block_sparse_moe.e_score", "mlp.e_score")
+        .replace(".ffn.", ".mlp.")
+        .replace("output_linear.weight", "experts.down_proj")
     )
     message = refused(lambda: plan(folder))
     assert name in message or known in message
