@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from hetero import cli_rules, terminal
-from hetero.config import debug
+from hetero.config import debug, wait_passively
 from hetero.core import HeteroError, InputError
 
 if TYPE_CHECKING:
@@ -294,6 +294,7 @@ def main() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
+    wait_passively()
     app(prog_name="hetero")
 
 

@@ -324,6 +324,22 @@ def test_ctrl_c_and_a_reader_that_leaves(folder: Path) -> None:
         assert process.stderr.read() == ""
 
 
+def test_torch_threads_do_not_spin() -> None:
+    """The variable counts only if it is set before torch starts."""
+    code = (
+        "import os, sys\nimport hetero.cli as cli\n"
+        "cli.app = lambda **_: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)\n"
+        "cli.main()\n"
+    )
+    for given, want in ((None, "passive"), ("active", "active")):
+        env = {name: value for name, value in ENV.items() if name != "OMP_WAIT_POLICY"}
+        env |= {"OMP_WAIT_POLICY": given} if given else {}
+        done = subprocess.run(
+            [sys.executable, "-c", code], check=True, env=env, capture_output=True, text=True
+        )
+        assert done.stdout.split() == [want, "False"]
+
+
 def test_ctrl_c_while_loading_is_quiet() -> None:
     code = (
         "import os, signal\nimport hetero.cli as cli\n"
