@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,11 @@ def test_usable_threads_follow_the_quota(monkeypatch: pytest.MonkeyPatch) -> Non
     for quota, threads in ((None, 8), (2.5, 2), (0.5, 1), (64.0, 8)):
         monkeypatch.setattr(cpu, "quota", lambda quota=quota: quota)
         assert cpu.usable_threads() == threads
+
+
+def test_identity_of_a_result_file() -> None:
+    identity = cpu.identity()
+    assert identity["cpu"]
+    assert 1 <= identity["physical_cores"] <= identity["logical_cpus"]
+    assert identity["memory_bytes"] > 2**28
+    json.dumps(identity)
