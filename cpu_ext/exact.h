@@ -10,7 +10,7 @@
 //   dot<Format>(w, a, sum) dot of 32 activations at a with each lane, zero point subtracted; `sum` is theirs
 //   kGemmRows            rows of activations done at a time by the GEMM of the quantised formats
 //   kFloatRows, kFloatUnits  the same for f32 and bf16, and how many columns of kLanes rows
-//   prefetch(p)
+//   prefetch(p) prefetch_far(p)  into the first and the second cache
 #pragma once
 
 #include "kernels.h"
@@ -18,13 +18,15 @@
 namespace hetero {
 namespace {
 
-constexpr int64_t kAhead = 2048;  // bytes that the codes are fetched ahead
+// Bytes that weights are fetched ahead: the float kernels and the tiles into the first cache at once, the
+// quantised kernels into the second cache first (docs/perf.md has the measurements).
+constexpr int64_t kAhead = 2048, kNear = 1024, kFar = 6144;
 
 inline int64_t group_bytes(int format) { return format == kInt8 ? 512 : 256; }
 
 template <class P, int Format, int M>
-inline void quant_tile(const uint8_t* w, const Layout* layout, const Rows* x, int64_t m0, float* y,
-                       int64_t ldy) {
+inline void quant_tile(const uint8_t* w, const uint8_t* stop, const Layout* layout, const Rows* x, int64_t m0,
+                       float* y, int64_t ldy) {
   constexpr int kHalves = kBlockRows / P::kLanes;
   constexpr int64_t kBytes = Format == kInt8 ? 512 : 256;
   const int64_t groups = layout->k_pad / kActGroup;
@@ -47,7 +49,9 @@ inline void quant_tile(const uint8_t* w, const Layout* layout, const Rows* x, in
     scale += kBlockRows;
     minimum += kBlockRows;
     for (const int64_t end = g + inner; g < end; g++, w += kBytes) {
-      for (int64_t line = 0; line < kBytes; line += 64) P::prefetch(w + kAhead + line);
+      for (int64_t line = 0; line < kBytes; line += 64) P::prefetch(w + kNear + line);
+      if (w < stop)
+        for (int64_t line = 0; line < kBytes; line += 64) P::prefetch_far(w + kFar + line);
       for (int h = 0; h < kHalves; h++) {
         const typename P::W codes = P::template decode<Format>(w + h * P::kLanes * 4);
 #pragma GCC unroll 8
@@ -67,23 +71,25 @@ inline void quant_tile(const uint8_t* w, const Layout* layout, const Rows* x, in
     for (int m = 0; m < M; m++) P::store(y + (m0 + m) * ldy + h * P::kLanes, acc[h][m]);
 }
 
-// One block against `rows` rows, at most 16, from m0.
+// One block against `rows` rows, at most Max, from m0. Far fetches end at `stop`.
 template <class P, int Format, int Max>
-inline void quant_rows(int64_t rows, const uint8_t* w, const Layout* layout, const Rows* x, int64_t m0,
-                       float* y, int64_t ldy) {
+inline void quant_rows(int64_t rows, const uint8_t* w, const uint8_t* stop, const Layout* layout,
+                       const Rows* x, int64_t m0, float* y, int64_t ldy) {
   if constexpr (Max > 1) {
-    if (rows < Max) return quant_rows<P, Format, Max - 1>(rows, w, layout, x, m0, y, ldy);
+    if (rows < Max) return quant_rows<P, Format, Max - 1>(rows, w, stop, layout, x, m0, y, ldy);
   }
-  quant_tile<P, Format, Max>(w, layout, x, m0, y, ldy);
+  quant_tile<P, Format, Max>(w, stop, layout, x, m0, y, ldy);
 }
 
 template <class P, int Format, int MaxRows>
 void quant_kernel(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y,
                   int64_t ldy, void*) {
+  const int64_t bytes = blocks * layout->block_bytes;
+  const uint8_t* stop = w + (bytes > kFar ? bytes - kFar : 0);  // no far fetch beyond the last block
   for (int64_t b = 0; b < blocks; b++, w += layout->block_bytes, y += kBlockRows)
     for (int64_t m = 0; m < x->rows; m += MaxRows) {
       const int64_t rows = x->rows - m < MaxRows ? x->rows - m : MaxRows;
-      quant_rows<P, Format, MaxRows>(rows, w, layout, x, m, y, ldy);
+      quant_rows<P, Format, MaxRows>(rows, w, stop, layout, x, m, y, ldy);
     }
 }
 

@@ -96,6 +96,7 @@ struct Avx2 {
     return Format == kInt4 ? _mm256_add_epi32(total, _mm256_set1_epi32(-8 * sum)) : total;
   }
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+  static void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
   static int32_t amax_bits(const float* p) {
     const I mask = _mm256_set1_epi32(0x7fffffff);

@@ -172,6 +172,7 @@ struct Scalar {
     return r;
   }
   static void prefetch(const void*) {}
+  static void prefetch_far(const void*) {}
 };
 
 }  // namespace
