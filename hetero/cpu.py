@@ -90,7 +90,7 @@ class Probe:
 
     instruction: str  # "vpdpbusd zmm"
     isa: str  # instruction set that it is a peak of
-    kind: str  # products that it adds up: "int8", "bf16" or "f32"
+    kind: Literal["int8", "bf16", "f32"]  # products that it adds up
     ops: int  # multiplications and additions of one round
 
 
@@ -229,10 +229,15 @@ class CpuExperts:
         self._experts.set_isa(chosen)
         self.isa = chosen
 
-    def plain_read(self) -> int:
-        """Read all packed bytes once with the pool's threads, doing nothing else; returns how many."""
-        _cpu.pool_read(self._experts.address, self.nbytes)
-        return self.nbytes
+    def plain_read(self, first: int = 0, count: int | None = None) -> int:
+        """Read the packed bytes of ``count`` experts (default: all) once with the pool's threads, doing nothing
+        else; returns how many bytes."""
+        stride = self._experts.stride
+        size = (self.spec.num_experts - first if count is None else count) * stride
+        if first < 0 or size < 0 or first * stride + size > self.nbytes:
+            raise ValueError(f"experts {first} to {first} + {count} of {self.spec.num_experts}")
+        _cpu.pool_read(self._experts.address + first * stride, size)
+        return size
 
     def missing(self) -> list[tuple[int, Part]]:
         """Parts that have not been put, by expert."""
