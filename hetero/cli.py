@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hetero import cli_rules, terminal
+from hetero import cli_profile, cli_rules, terminal
 from hetero.config import debug, wait_passively
 from hetero.core import HeteroError, InputError
 
@@ -56,6 +56,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cli_rules.app, name="rules")
+app.command("profile")(cli_profile.profile)
 
 ModelArg = Annotated[
     str | None,
