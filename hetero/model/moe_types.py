@@ -135,8 +135,8 @@ def evaluate(activation: Activation, has_gate: bool, gate: torch.Tensor, up: tor
 def find_activation(experts: nn.Module) -> Activation | None:
     """The ``Activation`` that agrees with the module's own gate on a grid of numbers; None if none does."""
     m: Any = experts
-    gate, up = _grid(_limit(m))
-    with torch.no_grad(), torch.device("cpu"):
+    with torch.no_grad(), torch.device("cpu"):  # also where the model is being built on meta
+        gate, up = _grid(_limit(m))
         want = gate_function(experts)(gate, up)
     for candidate in _candidates(m):
         got = evaluate(candidate, bool(m.has_gate), gate, up)

@@ -235,6 +235,8 @@ def _table(rows: list[Row]) -> str:
         f"| {r.model_type} | `{r.class_name}` | {r.block} | {r.experts} | {r.not_run} | {_bound(r.error)} |"
         for r in rows
     ]
+    whole = " and ".join(sorted(WHOLE_PROMPT))
+    lines += ["", f"transformers' code of {whole} cannot read a prompt in pieces: it is read in one pass."]
     lines += ["", f"## Refused ({len(REFUSED)})", "", "| model type | reason |", "|---|---|"]
     lines += [f"| {t} | {reason} |" for t, reason in sorted(REFUSED.items())]
     return "\n".join([*lines, ""])
