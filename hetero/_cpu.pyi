@@ -1,6 +1,6 @@
 """Types of the extension. Addresses are of contiguous memory that the caller keeps alive."""
-from typing import Literal
 
+from typing import Literal
 
 def isa_names(with_twin: bool) -> list[str]: ...
 def best_isa() -> str: ...

@@ -83,7 +83,6 @@ def threads() -> int:
     return _cpu.threads()
 
 
-
 @dataclass(frozen=True, slots=True)
 class Probe:
     """A loop over registers alone that shows the peak of one instruction."""
