@@ -12,6 +12,8 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "dispatch.h"
 #include "moe.h"
@@ -39,18 +41,27 @@ void after_fork_in_child() {
   process_context->lock.unlock();
 }
 
-void set_threads(int threads) {
-  if (threads < 1) throw std::invalid_argument("threads must be at least 1");
+void seat(std::vector<Seat> seats) {
   nb::gil_scoped_release release;
   std::lock_guard<std::mutex> hold(context().lock);
-  if (context().pool->threads() == threads) return;
-  Pool* fresh = new Pool(threads);
+  Pool* fresh = new Pool(std::move(seats));
   delete context().pool;
   context().pool = fresh;
 }
 
+// One thread a seat: (node, CPUs that it may run on; none: anywhere).
+void set_seats(const std::vector<std::pair<int, std::vector<int>>>& given) {
+  if (given.empty()) throw std::invalid_argument("threads must be at least 1");
+  std::vector<Seat> seats;
+  for (const auto& [node, cpus] : given) {
+    if (node < 0) throw std::invalid_argument("nodes are numbered from 0");
+    seats.push_back({node, cpus});
+  }
+  seat(std::move(seats));
+}
+
 // At interpreter exit no thread of ours may outlive the module; a later step runs on its caller alone.
-void shut_down() { set_threads(1); }
+void shut_down() { seat(std::vector<Seat>(1)); }
 
 constexpr int64_t kPiece = 1 << 18;
 
@@ -69,26 +80,47 @@ uint64_t read_piece(const uint8_t* data, int64_t size) {
   return sums[0] + sums[1];
 }
 
-// Reads memory with every thread of the pool: the yardstick of the operator's bandwidth.
-uint64_t pool_read(uintptr_t data, int64_t bytes) {
-  struct Job {
-    const uint8_t* data;
-    int64_t bytes;
-    std::atomic<uint64_t> sum{0};
-  } job;
-  job.data = reinterpret_cast<const uint8_t*>(data);
-  job.bytes = bytes;
-  const Phase phase = {(bytes + kPiece - 1) / kPiece,
-                       [](void* ctx, int64_t chunk, int) {
-                         Job& j = *static_cast<Job*>(ctx);
-                         const int64_t begin = chunk * kPiece;
-                         j.sum += read_piece(j.data + begin, std::min(kPiece, j.bytes - begin));
-                       },
-                       &job};
+// Reads the packed bytes of some experts with every thread of the pool, each node's by its own threads first:
+// the yardstick of the operator's bandwidth. Returns how many bytes that are.
+int64_t read_experts(Experts& experts, int64_t first, int64_t count) {
   nb::gil_scoped_release release;
   std::lock_guard<std::mutex> hold(context().lock);
+  struct Piece {
+    int64_t expert, offset, bytes;
+    int part;
+  };
+  struct Job {
+    const Weights& weights;
+    const Pool& pool;
+    std::vector<Piece> pieces;
+    std::atomic<uint64_t> sum{0};
+  } job{experts.weights(), *context().pool, {}};
+  std::vector<int64_t> ends;
+  int64_t total = 0;
+  for (int part = 0; part < job.weights.parts(); ++part) {
+    for (int64_t e = first; e < first + count; ++e) {
+      const int64_t bytes = job.weights.part_bytes(e, part);
+      for (int64_t at = 0; at < bytes; at += kPiece)
+        job.pieces.push_back({e, at, std::min(kPiece, bytes - at), part});
+      total += bytes;
+    }
+    ends.push_back(static_cast<int64_t>(job.pieces.size()));
+  }
+  Phase phase = {static_cast<int64_t>(job.pieces.size()),
+                 [](void* ctx, int64_t chunk, int thread) {
+                   Job& j = *static_cast<Job*>(ctx);
+                   const Piece& p = j.pieces[static_cast<size_t>(chunk)];
+                   const int arena = j.weights.arena_of(p.part, j.pool.node_of(thread));
+                   j.sum += read_piece(j.weights.part_data(p.expert, arena) + p.offset, p.bytes);
+                 },
+                 &job};
+  phase.only = job.weights.only();
+  if (ends.size() > 1) {
+    phase.node_ends = ends.data();
+    phase.nodes = static_cast<int>(ends.size());
+  }
   context().pool->run(&phase, 1);
-  return job.sum;
+  return total;
 }
 
 template <class T>
@@ -110,7 +142,7 @@ NB_MODULE(_cpu, m) {
   m.def("check_isa", [](const std::string& name) { choose_isa(name); });
   m.def("kernel_counts", &kernel_counts);
   m.def("reset_kernel_counts", &reset_kernel_counts);
-  m.def("set_threads", &set_threads);
+  m.def("set_seats", &set_seats);
   m.def("threads", [] { return context().pool->threads(); });
   // Sets what is tuned and returns the values before: gemv_rows, gemm_rows, wave_bytes, store_bytes,
   // strip_blocks (see Tuning).
@@ -124,7 +156,6 @@ NB_MODULE(_cpu, m) {
     return std::vector<int64_t>{before.gemv_rows, before.gemm_rows, before.wave_bytes, before.store_bytes,
                                 before.strip_blocks};
   });
-  m.def("pool_read", &pool_read);
   // (instruction, instruction set, kind of products, operations of a round) of each probe of this machine.
   m.def("probes", [] {
     std::vector<std::tuple<std::string, std::string, std::string, int64_t>> found;
@@ -138,6 +169,37 @@ NB_MODULE(_cpu, m) {
     return std::make_pair(result.seconds, result.clock_hz);
   });
   m.def("shut_down", &shut_down);
+  // Nanoseconds of each of `repeats` steps of `phases` phases with `chunks` chunks of about `work` ns, with a
+  // pause of `pause` microseconds before each. For benchmarks.
+  m.def("pool_time", [](int phases, int64_t chunks, int64_t work, int64_t pause, int64_t repeats) {
+    auto now = [] {
+      timespec t;
+      clock_gettime(CLOCK_MONOTONIC, &t);
+      return int64_t{t.tv_sec} * 1000000000 + t.tv_nsec;
+    };
+    auto spin = [](void* ctx, int64_t, int) {
+      for (int64_t i = *static_cast<int64_t*>(ctx); i > 0; --i) __builtin_ia32_pause();
+    };
+    const int64_t probe = 10000;
+    int64_t loops = probe;
+    const int64_t start = now();
+    spin(&loops, 0, 0);
+    loops = work * probe / std::max<int64_t>(1, now() - start);
+    std::vector<Phase> step(static_cast<size_t>(phases), Phase{chunks, spin, &loops});
+    std::vector<int64_t> times;
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> hold(context().lock);
+    for (int64_t i = 0; i < repeats; ++i) {
+      if (pause > 0) {
+        const timespec t = {pause / 1000000, pause % 1000000 * 1000};
+        nanosleep(&t, nullptr);
+      }
+      const int64_t begin = now();
+      context().pool->run(step.data(), phases);
+      times.push_back(now() - begin);
+    }
+    return times;
+  });
   // Runs `chunks` chunks of `microseconds` of busy work; chunk `failing` throws (-1: none). For tests.
   m.def("pool_exercise", [](int64_t chunks, int64_t microseconds, int64_t failing) {
     struct Job {
@@ -156,7 +218,8 @@ NB_MODULE(_cpu, m) {
       } while ((t.tv_sec - start.tv_sec) * 1000000 + (t.tv_nsec - start.tv_nsec) / 1000 < j.microseconds);
       j.done.fetch_add(1, std::memory_order_relaxed);
     };
-    const Phase phases[2] = {{chunks, chunk_of_work, &job}, {chunks, chunk_of_work, &job}};
+    const Phase phase = {chunks, chunk_of_work, &job};
+    const Phase phases[2] = {phase, phase};
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> hold(context().lock);
     context().pool->run(phases, 2);
@@ -168,13 +231,16 @@ NB_MODULE(_cpu, m) {
           "__init__",
           [](Experts* self, const std::string& isa, int32_t format, int32_t group, int64_t experts,
              int64_t hidden, int64_t intermediate, bool bias, int32_t kind, bool gate, float alpha,
-             float gate_max, float up_limit, float act_max, float up_offset) {
+             float gate_max, float up_limit, float act_max, float up_offset, int32_t spread,
+             const std::vector<int>& nodes, int only) {
             const Act act = {kind, gate, alpha, gate_max, up_limit, act_max, up_offset};
-            new (self) Experts({experts, hidden, intermediate, format, group, bias, act}, choose_isa(isa));
+            new (self) Experts({experts, hidden, intermediate, format, group, bias, act},
+                               {static_cast<Spread>(spread), nodes, only}, choose_isa(isa));
           },
           nb::arg("isa"), nb::arg("format"), nb::arg("group"), nb::arg("experts"), nb::arg("hidden"),
           nb::arg("intermediate"), nb::arg("bias"), nb::arg("kind"), nb::arg("gate"), nb::arg("alpha"),
-          nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("act_max"), nb::arg("up_offset"))
+          nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("act_max"), nb::arg("up_offset"),
+          nb::arg("spread"), nb::arg("nodes"), nb::arg("only"))
       .def("set_isa",
            [](Experts& e, const std::string& isa) {
              const IsaChoice choice = choose_isa(isa);
@@ -182,15 +248,46 @@ NB_MODULE(_cpu, m) {
              std::lock_guard<std::mutex> hold(context().lock);
              e.set_isa(choice);
            })
-      .def_prop_ro("nbytes", &Experts::nbytes)
-      .def_prop_ro("stride", &Experts::stride)
-      .def_prop_ro("address", [](const Experts& e) { return reinterpret_cast<uintptr_t>(e.data()); })
+      .def_prop_ro("nbytes", [](Experts& e) { return e.weights().nbytes(); })
+      .def_prop_ro("stride", [](Experts& e) { return e.weights().stride(); })
+      .def_prop_ro("address", [](Experts& e) { return reinterpret_cast<uintptr_t>(e.weights().data()); })
+      // For each part of an expert: its units of gate and up, its blocks of down.
+      .def("shares",
+           [](Experts& e, int64_t expert) {
+             const Weights& w = e.weights();
+             std::vector<std::pair<int64_t, int64_t>> all;
+             for (int p = 0; p < w.parts(); ++p) {
+               all.push_back({w.unit_begin(expert, p + 1) - w.unit_begin(expert, p),
+                              w.down_begin(p + 1) - w.down_begin(p)});
+             }
+             return all;
+           })
+      // For each arena: the node asked for (-1: none), and node -> pages.
+      .def("page_nodes",
+           [](Experts& e, size_t most) {
+             std::vector<std::pair<int, std::map<int, int64_t>>> all;
+             for (const Arena& a : e.weights().arenas()) all.push_back({a.node(), a.page_nodes(most)});
+             return all;
+           })
+      .def("bind_error",
+           [](Experts& e) {
+             int error = 0;
+             for (const Arena& a : e.weights().arenas()) error = error != 0 ? error : a.bind_error();
+             return error;
+           })
+      .def("read", &read_experts)
+      .def("copy",
+           [](Experts& e, int64_t from, int64_t to) {
+             nb::gil_scoped_release release;
+             e.weights().copy(from, to);
+           })
       .def("put",
            [](Experts& e, int64_t expert, int32_t part, uintptr_t data, int32_t type, int64_t rows,
               int64_t cols) {
              nb::gil_scoped_release release;
-             e.put(context(), expert, static_cast<Experts::Part>(part), address<void>(data),
-                   static_cast<DType>(type), rows, cols);
+             std::lock_guard<std::mutex> hold(context().lock);
+             e.weights().put(*context().pool, expert, static_cast<Weights::Part>(part), address<void>(data),
+                             static_cast<DType>(type), rows, cols);
            })
       .def("forward",
            [](const Experts& e, uintptr_t x, int32_t type, uintptr_t ids, bool wide, int64_t tokens,
@@ -217,7 +314,7 @@ NB_MODULE(_cpu, m) {
                             int64_t intermediate, bool bias, bool gate) {
     Act act = {};
     act.has_gate = gate;
-    return experts * Experts::expert_bytes({experts, hidden, intermediate, format, group, bias, act});
+    return experts * Weights::expert_bytes({experts, hidden, intermediate, format, group, bias, act});
   });
   bind_kernels(m);
 }

@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "pool.h"
 #include "rows.h"
+#include "weights.h"
 
 namespace hetero {
 
@@ -35,13 +36,6 @@ struct Tuning {
   int64_t strip_blocks = 0;           // blocks of a strip of down for few tokens; 0: by the number of threads
 };
 
-struct ExpertsConfig {
-  int64_t experts, hidden, intermediate;
-  int32_t format, group;
-  bool has_bias;
-  Act act;
-};
-
 // What a step needs beside the weights. Shared by all operators, guarded by Context::lock; it grows to the
 // largest step seen and is reused, so a step allocates nothing after the first of its size.
 struct Workspace {
@@ -49,8 +43,8 @@ struct Workspace {
     int32_t expert;
     int64_t first, rows;
   };
-  struct Item {  // output units [unit, unit + units) of rows [row, row + rows) of a group
-    int32_t group;
+  struct Item {  // output units [unit, unit + units), all of one part, of rows [row, row + rows) of a group
+    int32_t group, part;
     int64_t row, rows, unit, units;
   };
   std::vector<int64_t> counts;    // per expert, then its first position
@@ -59,12 +53,13 @@ struct Workspace {
   std::vector<Group> groups;
   std::vector<int32_t> by_size;
   std::vector<Item> up_items, down_items;
+  std::vector<int64_t> up_ends, down_ends;  // items of parts 0 .. p end here
   Arena memory;
 };
 
 // One pool and one workspace for all operators of the process, passed to every step.
 struct Context {
-  explicit Context(int threads) : pool(new Pool(threads)) {}
+  explicit Context(int threads) : pool(new Pool(std::vector<Seat>(static_cast<size_t>(threads)))) {}
   ~Context() { delete pool; }
   std::mutex lock;  // held during a step, a change of the pool, and a fork
   Pool* pool;
@@ -81,31 +76,13 @@ struct Routing {
 
 class Experts {
  public:
-  enum Part : int32_t {
-    kGate = 0,
-    kUp = 1,
-    kDown = 2,
-    kGateBias = 3,
-    kUpBias = 4,
-    kDownBias = 5,
-    kParts = 6
-  };
+  Experts(const ExpertsConfig& config, const Placement& placement, IsaChoice isa)
+      : config_(config), isa_(isa), weights_(config, placement) {}
 
-  // Throws std::bad_alloc when the arena cannot be mapped.
-  Experts(const ExpertsConfig& config, IsaChoice isa);
-
-  static int64_t expert_bytes(const ExpertsConfig& config);
-  int64_t nbytes() const { return expert_bytes_ * config_.experts; }
   const ExpertsConfig& config() const { return config_; }
   // The packed bytes serve every instruction set, so another may take over between steps.
   void set_isa(IsaChoice isa) { isa_ = isa; }
-  const uint8_t* data() const { return arena_.data(); }
-  int64_t stride() const { return expert_bytes_; }
-
-  // Packs one matrix (row_stride and col_stride in elements) or bias of an expert. Throws
-  // std::invalid_argument when the part cannot be packed. Different parts may be put at the same time.
-  void put(Context& context, int64_t expert, Part part, const void* data, DType type, int64_t row_stride,
-           int64_t col_stride);
+  Weights& weights() { return weights_; }
 
   // out [tokens, hidden] float32 = sum over slots, in slot order, of weight * expert(x). x [tokens, hidden].
   void forward(Context& context, const void* x, DType type, const Routing& routing, const float* weights,
@@ -120,16 +97,10 @@ class Experts {
   enum class Mode { kWhole, kGateUp, kDown };
   void run(Context& context, Mode mode, const void* x, DType type, const Routing& routing,
            const float* weights, float* out) const;
-  const uint8_t* expert(int64_t e) const { return arena_.data() + e * expert_bytes_; }
-  const float* bias(int64_t e, Part part) const;
 
   ExpertsConfig config_;
   IsaChoice isa_;
-  bool quantised_;
-  int mats_;  // matrices before down: 2, or 1 without a gate
-  Layout up_, down_;
-  int64_t down_offset_ = 0, bias_offset_ = 0, expert_bytes_ = 0;
-  Arena arena_;
+  Weights weights_;
 };
 
 }  // namespace hetero

@@ -1,19 +1,25 @@
 #include "pool.h"
 
+#include <errno.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <stdexcept>
 #include <system_error>
+#include <utility>
 
 namespace hetero {
 namespace {
 
-constexpr int kNextBits = 32;
 constexpr int kPhaseBits = 4;
-constexpr uint64_t kDone = (1u << kPhaseBits) - 1;  // phase of a ticket when no step is in flight
+constexpr int kNextBits = 24;
+constexpr uint64_t kDone = (1u << kPhaseBits) - 1;  // phase of a tag when no step is in flight
+constexpr int64_t kMaxChunks = int64_t{1} << kNextBits;
 static_assert(Pool::kMaxPhases < kDone, "phases must fit their bits");
 
 // A waiting thread spins this long, then sleeps. In a step the next phase is usually microseconds away;
@@ -21,13 +27,22 @@ static_assert(Pool::kMaxPhases < kDone, "phases must fit their bits");
 constexpr int64_t kSpinInStepNs = 50'000;
 constexpr int64_t kSpinIdleNs = 20'000;
 
-constexpr uint64_t make_ticket(uint64_t epoch, uint64_t phase) {
-  return epoch << (kNextBits + kPhaseBits) | phase << kNextBits;
+// Tags have the 40 bits that a word leaves them; at 2,000 steps a second the epoch wraps after a year.
+constexpr uint64_t make_tag(uint64_t epoch, uint64_t phase) {
+  return (epoch << kPhaseBits | phase) & (~uint64_t{0} >> kNextBits);
 }
-constexpr uint64_t phase_of(uint64_t ticket) { return ticket >> kNextBits & kDone; }
-constexpr int64_t next_of(uint64_t ticket) {
-  return static_cast<int64_t>(ticket & ((uint64_t{1} << kNextBits) - 1));
+constexpr uint64_t phase_of(uint64_t tag) { return tag & kDone; }
+constexpr uint64_t make_word(uint64_t tag, int64_t next) {
+  return tag << kNextBits | static_cast<uint64_t>(next);
 }
+constexpr uint64_t tag_of(uint64_t word) { return word >> kNextBits; }
+constexpr int64_t next_of(uint64_t word) { return static_cast<int64_t>(word & (kMaxChunks - 1)); }
+
+constexpr uint64_t make_range(int64_t begin, int64_t end) {
+  return static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end);
+}
+constexpr int64_t begin_of(uint64_t range) { return static_cast<int64_t>(range >> 32); }
+constexpr int64_t end_of(uint64_t range) { return static_cast<int64_t>(range & 0xffffffffu); }
 
 int64_t now_ns() {
   timespec t;
@@ -40,11 +55,49 @@ void futex(std::atomic<uint32_t>* word, int op, uint32_t value) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), op | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
 }
 
+void set_cpus(pthread_attr_t* attributes, const std::vector<int>& cpus) {
+  if (cpus.empty()) return;
+  const int most = *std::max_element(cpus.begin(), cpus.end());
+  cpu_set_t* set = CPU_ALLOC(static_cast<size_t>(most) + 1);
+  if (set == nullptr) return;
+  const size_t bytes = CPU_ALLOC_SIZE(static_cast<size_t>(most) + 1);
+  CPU_ZERO_S(bytes, set);
+  for (const int cpu : cpus) CPU_SET_S(static_cast<size_t>(cpu), bytes, set);
+  pthread_attr_setaffinity_np(attributes, bytes, set);
+  CPU_FREE(set);
+}
+
 }  // namespace
 
-Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads), ticket_(make_ticket(0, kDone)) {
-  for (auto& c : chunks_) c.store(0, std::memory_order_relaxed);
-  starts_.reserve(static_cast<size_t>(threads_));
+Pool::Pool(std::vector<Seat> seats)
+    : seats_(seats.empty() ? std::vector<Seat>(1) : std::move(seats)),
+      shares_(new Share[seats_.size()]),
+      now_(make_tag(0, kDone)) {
+  const int threads = this->threads();
+  starts_.reserve(seats_.size());
+  int nodes = 1;
+  for (const Seat& seat : seats_) nodes = std::max(nodes, seat.node + 1);
+  std::vector<std::vector<int>> by_node(static_cast<size_t>(nodes));
+  for (int t = 1; t < threads; ++t) by_node[static_cast<size_t>(node_of(t))].push_back(t);
+  std::vector<int>& callers = by_node[static_cast<size_t>(node_of(0))];
+  bool several = false;
+  for (const Seat& seat : seats_) several |= seat.node != node_of(0);
+  if (!several || callers.empty()) callers.insert(callers.begin(), 0);
+  for (int node = 0; node < nodes; ++node) {
+    const std::vector<int>& members = by_node[static_cast<size_t>(node)];
+    if (members.empty() && !groups_.empty()) groups_.back().last_node = node;
+    if (!members.empty()) groups_.push_back({node, node, members});
+  }
+  order_.resize(seats_.size());
+  for (int t = 0; t < threads; ++t) {
+    std::vector<int>& order = order_[static_cast<size_t>(t)];
+    for (const bool own_node : {true, false}) {
+      for (int i = 0; i < threads; ++i) {
+        const int other = (t + i) % threads;
+        if ((node_of(other) == node_of(t)) == own_node) order.push_back(other);
+      }
+    }
+  }
 }
 
 Pool::~Pool() { stop_workers(); }
@@ -64,10 +117,16 @@ void Pool::start_workers() {
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);
   int failure = 0;
-  for (int i = 1; i < threads_ && failure == 0; ++i) {
+  for (int i = 1; i < threads() && failure == 0; ++i) {
     starts_.push_back({this, i});
     pthread_t id;
-    failure = pthread_create(&id, nullptr, &Pool::main, &starts_.back());
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    set_cpus(&attributes, seats_[static_cast<size_t>(i)].cpus);
+    failure = pthread_create(&id, &attributes, &Pool::main, &starts_.back());
+    // A CPU that went offline, or left this process's mask, is no reason to fail: run anywhere.
+    if (failure == EINVAL) failure = pthread_create(&id, nullptr, &Pool::main, &starts_.back());
+    pthread_attr_destroy(&attributes);
     if (failure == 0) {
       pthread_setname_np(id, "hetero-worker");
       workers_.push_back(id);
@@ -82,7 +141,7 @@ void Pool::start_workers() {
 
 void Pool::stop_workers() {
   stop_.store(true);
-  publish(make_ticket(++epoch_, kDone));
+  publish(make_tag(++epoch_, kDone));
   for (pthread_t id : workers_) pthread_join(id, nullptr);
   workers_.clear();
   started_ = false;
@@ -92,11 +151,11 @@ void Pool::after_fork_in_child() {
   workers_.clear();
   started_ = false;
   sleepers_.store(0);
-  ticket_.store(make_ticket(++epoch_, kDone));
+  now_.store(make_tag(++epoch_, kDone));
 }
 
-void Pool::publish(uint64_t ticket) {
-  ticket_.store(ticket, std::memory_order_seq_cst);
+void Pool::publish(uint64_t tag) {
+  now_.store(tag, std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst) > 0) {
     signal_.fetch_add(1, std::memory_order_seq_cst);
     futex(&signal_, FUTEX_WAKE, INT32_MAX);
@@ -107,13 +166,13 @@ void Pool::wait_change(uint64_t seen, int64_t spin_ns) {
   const int64_t until = now_ns() + spin_ns;
   do {
     for (int i = 0; i < 16; ++i) {
-      if (ticket_.load(std::memory_order_acquire) != seen) return;
+      if (now_.load(std::memory_order_acquire) != seen) return;
       __builtin_ia32_pause();
     }
   } while (now_ns() < until);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   const uint32_t signal = signal_.load(std::memory_order_seq_cst);
-  if (ticket_.load(std::memory_order_seq_cst) == seen) futex(&signal_, FUTEX_WAIT, signal);
+  if (now_.load(std::memory_order_seq_cst) == seen) futex(&signal_, FUTEX_WAIT, signal);
   sleepers_.fetch_sub(1, std::memory_order_seq_cst);
 }
 
@@ -125,43 +184,124 @@ void Pool::execute(int phase, int64_t chunk, int thread) noexcept {
       if (!failed_.exchange(true)) error_ = std::current_exception();
     }
   }
-  const int64_t total = chunks_[phase].load(std::memory_order_relaxed);
-  const int count = phase_count_;
-  const uint64_t epoch = epoch_;
-  if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 != total) return;
-  // This thread completed the phase: nobody else can claim or count until it publishes.
-  done_.store(0, std::memory_order_relaxed);
-  const uint64_t next = phase + 1 == count ? kDone : static_cast<uint64_t>(phase + 1);
-  publish(make_ticket(epoch, next));
 }
 
-// True when there may be more to claim at once, false when the caller must wait for the ticket to change.
-bool Pool::claim_one(uint64_t ticket, int thread) {
-  const uint64_t phase = phase_of(ticket);
-  if (phase == kDone || next_of(ticket) >= chunks_[phase].load(std::memory_order_relaxed)) return false;
-  if (ticket_.compare_exchange_strong(ticket, ticket + 1, std::memory_order_acq_rel,
-                                      std::memory_order_relaxed)) {
-    execute(static_cast<int>(phase), next_of(ticket), thread);
+// Takes one chunk of a share and runs it.
+Pool::Claim Pool::claim(uint64_t tag, size_t share, int thread) {
+  Share& s = shares_[share];
+  const int phase = static_cast<int>(phase_of(tag));
+  uint64_t word = s.word.load(std::memory_order_acquire);
+  for (;;) {
+    if (static_cast<int64_t>((tag_of(word) - tag) << kNextBits) > 0) return Claim::kStale;
+    const int64_t next = tag_of(word) == tag ? next_of(word) : 0;
+    const uint64_t range = s.range[phase].load(std::memory_order_acquire);
+    const int64_t begin = begin_of(range), end = end_of(range);
+    if (begin + next >= end) return Claim::kEmpty;
+    if (s.word.compare_exchange_weak(word, make_word(tag, next + 1), std::memory_order_acq_rel,
+                                     std::memory_order_acquire)) {
+      if (begin + next + 1 == end) open_.fetch_sub(1, std::memory_order_relaxed);
+      execute(phase, begin + next, thread);
+      return Claim::kRan;
+    }
   }
+}
+
+// Runs what there is to claim. False when there was nothing and the tag is current.
+bool Pool::work(uint64_t tag, int thread) {
+  const int phase = static_cast<int>(phase_of(tag));
+  const int only = only_[phase].load(std::memory_order_relaxed);
+  if (only >= 0 && thread != 0 && node_of(thread) != only) return false;
+  int64_t ran = 0;
+  Claim last = Claim::kEmpty;
+  for (const int share : order_[static_cast<size_t>(thread)]) {
+    if (share != thread && open_.load(std::memory_order_relaxed) <= 0) break;
+    do {
+      last = claim(tag, static_cast<size_t>(share), thread);
+      ran += last == Claim::kRan;
+    } while (last == Claim::kRan);
+    if (last == Claim::kStale) break;
+  }
+  if (ran == 0) return last == Claim::kStale;
+  const int64_t total = phases_[phase].chunks;
+  if (done_.fetch_add(ran, std::memory_order_acq_rel) + ran == total) complete(phase);
   return true;
+}
+
+// Called by the thread that completed the phase: nobody else can claim or count until it publishes.
+void Pool::complete(int phase) {
+  done_.store(0, std::memory_order_relaxed);
+  if (phase + 1 == phase_count_) {
+    publish(make_tag(epoch_, kDone));
+    return;
+  }
+  open_phase(phase + 1);
+  publish(make_tag(epoch_, static_cast<uint64_t>(phase + 1)));
+}
+
+void Pool::open_phase(int phase) {
+  int open = 0;
+  for (int t = 0; t < threads(); ++t) {
+    const uint64_t range = shares_[static_cast<size_t>(t)].range[phase].load(std::memory_order_relaxed);
+    open += begin_of(range) < end_of(range);
+  }
+  open_.store(open, std::memory_order_relaxed);
+}
+
+// Divides the chunks of a phase among the shares.
+void Pool::deal(int phase) {
+  const Phase& p = phases_[phase];
+  bool alone = false;  // whether the node that the phase is tied to has threads
+  int64_t members = 0;
+  for (const Group& group : groups_) {
+    alone |= p.only >= 0 && group.node == p.only;
+    members += static_cast<int64_t>(group.threads.size());
+  }
+  only_[phase].store(alone ? p.only : -1, std::memory_order_relaxed);
+  auto give = [&](int thread, int64_t begin, int64_t end) {
+    shares_[static_cast<size_t>(thread)].range[phase].store(make_range(begin, end),
+                                                            std::memory_order_release);
+  };
+  if (groups_.size() > 1) give(0, 0, 0);
+  int64_t begin = 0, dealt = 0;
+  for (const Group& group : groups_) {
+    const int64_t size = static_cast<int64_t>(group.threads.size());
+    int64_t end = begin;
+    dealt += size;
+    if (alone) {
+      if (group.node == p.only) end = p.chunks;
+    } else if (&group == &groups_.back()) {
+      end = p.chunks;
+    } else if (p.node_ends != nullptr) {
+      end = p.node_ends[std::min(group.last_node, p.nodes - 1)];
+    } else {
+      end = p.chunks * dealt / members;
+    }
+    for (int64_t i = 0; i < size; ++i) {
+      give(group.threads[static_cast<size_t>(i)], begin + (end - begin) * i / size,
+           begin + (end - begin) * (i + 1) / size);
+    }
+    begin = end;
+  }
 }
 
 void Pool::worker(int thread) {
   for (;;) {
-    const uint64_t ticket = ticket_.load(std::memory_order_acquire);
+    const uint64_t tag = now_.load(std::memory_order_acquire);
     if (stop_.load(std::memory_order_relaxed)) return;
-    if (claim_one(ticket, thread)) continue;
-    wait_change(ticket, phase_of(ticket) == kDone ? kSpinIdleNs : kSpinInStepNs);
+    const bool in_step = phase_of(tag) != kDone;
+    if (in_step && work(tag, thread)) continue;
+    wait_change(tag, in_step ? kSpinInStepNs : kSpinIdleNs);
   }
 }
 
 void Pool::run(const Phase* phases, int count) {
   int kept = 0;
   for (int i = 0; i < count; ++i) {
+    if (phases[i].chunks >= kMaxChunks) throw std::length_error("too many chunks in a phase");
     if (phases[i].chunks > 0) phases_[kept++] = phases[i];
   }
   if (kept == 0) return;
-  if (threads_ == 1) {
+  if (threads() == 1) {
     for (int p = 0; p < kept; ++p) {
       for (int64_t c = 0; c < phases_[p].chunks; ++c) phases_[p].fn(phases_[p].ctx, c, 0);
     }
@@ -171,13 +311,17 @@ void Pool::run(const Phase* phases, int count) {
   phase_count_ = kept;
   error_ = nullptr;
   failed_.store(false, std::memory_order_relaxed);
-  for (int i = 0; i < kept; ++i) chunks_[i].store(phases_[i].chunks, std::memory_order_relaxed);
   ++epoch_;
-  publish(make_ticket(epoch_, 0));
+  for (int t = 0; t < threads(); ++t) {
+    shares_[static_cast<size_t>(t)].word.store(make_word(make_tag(epoch_, 0), 0), std::memory_order_release);
+  }
+  for (int i = 0; i < kept; ++i) deal(i);
+  open_phase(0);
+  publish(make_tag(epoch_, 0));
   for (;;) {
-    const uint64_t ticket = ticket_.load(std::memory_order_acquire);
-    if (phase_of(ticket) == kDone) break;
-    if (!claim_one(ticket, 0)) wait_change(ticket, kSpinInStepNs);
+    const uint64_t tag = now_.load(std::memory_order_acquire);
+    if (phase_of(tag) == kDone) break;
+    if (!work(tag, 0)) wait_change(tag, kSpinInStepNs);
   }
   if (error_) {
     std::exception_ptr error = error_;

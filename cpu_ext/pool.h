@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <vector>
 
 namespace hetero {
@@ -15,34 +16,60 @@ struct Phase {
   int64_t chunks;
   void (*fn)(void* ctx, int64_t chunk, int thread);
   void* ctx;
+  // Where the work's memory lies: chunks [node_ends[i - 1], node_ends[i]) belong to node i of `nodes`, and
+  // threads of that node come first. Null: chunks belong to nobody.
+  const int64_t* node_ends = nullptr;
+  int nodes = 0;
+  // A node number: workers of other nodes stay away, unless that node has no thread. -1: all help.
+  int only = -1;
 };
 
+// Where a thread sits: a node (numbers of the owner's choice, from 0) and the CPUs that it may run on.
+struct Seat {
+  int node = 0;
+  std::vector<int> cpus;  // empty: anywhere
+};
+
+// Division of work: each phase gives every thread a contiguous share of its chunks beforehand. A thread works
+// off its own share, then helps the others, those of its node first. A thread that the kernel has taken off
+// its core therefore holds up at most the chunk that it is in.
+//
 // Contracts of memory order
 //
-// `ticket_` is the only word that threads race for: (epoch, phase, next chunk). A thread claims chunk `next`
-// by a compare-and-swap to next + 1. Between a successful claim and the count in `done_` the step cannot end,
-// so what the caller wrote for this step (phases_, the work itself) is stable and visible: the swap acquires,
-// and every swap before it extends the release sequence of publish().
-// A thread without a claim may hold a stale ticket at any time. All it reads then is chunks_, relaxed, and a
-// swap against a stale ticket fails. So a thread that the kernel has taken off its core holds up nothing
-// unless it has claimed a chunk: there is no barrier at which everybody must arrive.
-// A finished chunk adds one to `done_` (acq_rel). Whoever completes the phase has therefore acquired every
-// other chunk's writes and publishes the next phase (release), which hands all of them on.
+// `now_` holds (epoch, phase), the tag of the phase in progress. `shares_[t].word` holds (tag, next chunk of
+// t's share); a word with an older tag stands for "none taken yet", so nobody has to reset it between phases.
+// A thread claims a chunk by a compare-and-swap of that word to (tag, next + 1). Between a successful claim
+// and its count in `done_` the step cannot end, so what the caller wrote for this step is stable and visible.
 //
-// Sleeping: a thread raises sleepers_, reads signal_, looks at ticket_ once more, then waits on signal_.
-// publish() stores ticket_, then reads sleepers_. These four are seq_cst, so either the sleeper sees the new
-// ticket or the publisher sees the sleeper and changes signal_ before it wakes.
+// A thread without a claim may hold a stale tag at any time. Within its epoch nothing that it reads changes,
+// and every share of a finished phase is used up. Between epochs run() first moves every word to the new
+// epoch, then writes the ranges (release), then publishes: a stale thread that sees a new range has therefore
+// also seen a new word, either by reading it, which tells it that its tag is old, or by its swap, which then
+// fails.
+//
+// `open_` counts the shares of the phase that still have chunks to take. It saves threads from looking
+// through all shares at the end of a phase; owners do not look at it.
+//
+// A thread counts finished chunks for itself and adds them to `done_` (acq_rel) when it finds no more to
+// claim. Whoever makes the count complete has acquired all other writes and publishes the next phase
+// (release).
+//
+// Sleeping: a thread raises sleepers_, reads signal_, looks at now_ once more, then waits on signal_.
+// publish() stores now_, then reads sleepers_. These four are seq_cst, so either the sleeper sees the new
+// tag or the publisher sees the sleeper and changes signal_ before it wakes.
 class Pool {
  public:
-  static constexpr int kMaxPhases = 8;
+  static constexpr int kMaxPhases = 7;
 
-  // The calling thread of run() is one of `threads`; threads - 1 workers are started at the first run.
-  explicit Pool(int threads);
+  // One seat a thread; the calling thread of run() takes the first, whose CPUs are not applied to it. The
+  // others are workers, started at the first run.
+  explicit Pool(std::vector<Seat> seats);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  int threads() const { return threads_; }
+  int threads() const { return static_cast<int>(seats_.size()); }
+  int node_of(int thread) const { return seats_[static_cast<size_t>(thread)].node; }
 
   // Runs at most kMaxPhases phases and returns when all are done. The first exception of a chunk is rethrown
   // here; chunks not yet begun are then skipped. One caller at a time: the owner holds a lock.
@@ -57,16 +84,33 @@ class Pool {
     Pool* pool;
     int thread;
   };
+  struct alignas(64) Share {
+    std::atomic<uint64_t> word{0};
+    std::atomic<uint64_t> range[kMaxPhases] = {};  // first chunk, and the one behind the last
+  };
+  // Threads that the chunks of some consecutive nodes are dealt to.
+  struct Group {
+    int node, last_node;  // its threads' own node, and the last whose chunks they are given
+    std::vector<int> threads;
+  };
+  enum class Claim { kRan, kEmpty, kStale };
+
   static void* main(void* start);
   void start_workers();
   void stop_workers();
   void worker(int thread);
-  bool claim_one(uint64_t ticket, int thread);
+  void deal(int phase);
+  void open_phase(int phase);
+  void complete(int phase);
+  Claim claim(uint64_t tag, size_t share, int thread);
+  bool work(uint64_t tag, int thread);
   void execute(int phase, int64_t chunk, int thread) noexcept;
-  void publish(uint64_t ticket);
+  void publish(uint64_t tag);
   void wait_change(uint64_t seen, int64_t spin_ns);
 
-  const int threads_;
+  const std::vector<Seat> seats_;
+  std::vector<Group> groups_;            // by node; a node without threads belongs to the group before it
+  std::vector<std::vector<int>> order_;  // thread -> shares in the order of helping, its own first
   std::vector<pthread_t> workers_;
   std::vector<Start> starts_;
   bool started_ = false;
@@ -76,11 +120,13 @@ class Pool {
   int phase_count_ = 0;
   std::exception_ptr error_;
 
-  alignas(64) std::atomic<uint64_t> ticket_;
+  std::unique_ptr<Share[]> shares_;
+  std::atomic<int> only_[kMaxPhases] = {};
+  alignas(64) std::atomic<uint64_t> now_;
   alignas(64) std::atomic<int64_t> done_{0};
+  alignas(64) std::atomic<int> open_{0};
   alignas(64) std::atomic<uint32_t> signal_{0};
   std::atomic<int32_t> sleepers_{0};
-  alignas(64) std::atomic<int64_t> chunks_[kMaxPhases];
   std::atomic<bool> failed_{false};
   std::atomic<bool> stop_{false};
 };

@@ -1,13 +1,13 @@
 // One step of the operator: grouping by expert, the phases, and the work of a chunk.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "moe.h"
 
 namespace hetero {
 namespace {
 
-constexpr int64_t kUnit = 32;                // outputs of gate/up that one unit of work covers
 constexpr int64_t kTileFloats = 128 * 1024;  // results of one item before activation or sum: half of L2
 constexpr int64_t kGatherBytes = 1 << 20;    // activations of one item
 constexpr int64_t kPiecesPerThread = 8;      // items per thread, so that late threads can be helped
@@ -22,9 +22,19 @@ struct Step {
   using Mode = Experts::Mode;
 
   Step(const Experts& experts, Context& context, Mode step_mode)
-      : op(experts), ctx(context), ws(context.workspace), mode(step_mode) {}
+      : op(experts),
+        store(experts.weights_),
+        up(store.up_layout()),
+        down(store.down_layout()),
+        quantised(op.config_.format != kF32 && op.config_.format != kBf16),
+        ctx(context),
+        ws(context.workspace),
+        mode(step_mode) {}
 
   const Experts& op;
+  const Weights& store;
+  const Layout &up, &down;
+  const bool quantised;
   Context& ctx;
   Workspace& ws;
   const Mode mode;
@@ -47,29 +57,31 @@ struct Step {
   size_t thread_bytes = 0;
 
   struct Buffers {
+    int node;  // of the thread that they belong to
     void* scratch;
     RowStore gather;
     float* tile;
     float* row;
   };
 
-  const Layout& in_layout() const { return mode == Mode::kDown ? op.down_ : op.up_; }
+  const Layout& in_layout() const { return mode == Mode::kDown ? down : up; }
 
   int64_t row_floats() const {
-    return std::max(std::max(op.up_.k_pad, op.down_.k_pad), std::max(op.up_.n_pad, op.down_.n_pad)) + kUnit;
+    return std::max(std::max(up.k_pad, down.k_pad), std::max(up.n_pad, down.n_pad)) + kUnit;
   }
 
   size_t buffer_bytes() const {
-    return static_cast<size_t>(kScratchBytes) + RowStore::bytes(op.quantised_, max_rows, in_layout().k_pad) +
+    return static_cast<size_t>(kScratchBytes) + RowStore::bytes(quantised, max_rows, in_layout().k_pad) +
            align64(static_cast<size_t>(tile_floats) * 4) + align64(static_cast<size_t>(row_floats()) * 4);
   }
 
   Buffers buffers(int thread) const {
     uint8_t* cursor = thread_memory + thread_bytes * static_cast<size_t>(thread);
     Buffers b;
+    b.node = ctx.pool->node_of(thread);
     b.scratch = cursor;
     cursor += kScratchBytes;
-    b.gather = RowStore::carve(&cursor, op.quantised_, max_rows, in_layout().k_pad);
+    b.gather = RowStore::carve(&cursor, quantised, max_rows, in_layout().k_pad);
     b.tile = reinterpret_cast<float*>(cursor);
     cursor += align64(static_cast<size_t>(tile_floats) * 4);
     b.row = reinterpret_cast<float*>(cursor);
@@ -92,7 +104,7 @@ struct Step {
   void input_row(int64_t row, float* tmp) {
     const uint8_t* src = x + static_cast<size_t>(row * k_in) * element_bytes(type);
     const int64_t k_pad = xs.k_pad;
-    if (op.quantised_) {
+    if (quantised) {
       const float* values = reinterpret_cast<const float*>(src);
       if (type != DType::kF32) {
         widen(src, type, k_in, 1, tmp);
@@ -163,34 +175,60 @@ struct Step {
     }
   }
 
-  // Splits the groups within positions [begin, end) into items of about equal cost.
-  void build_items(std::vector<Workspace::Item>* items, int64_t begin, int64_t end, int64_t units,
-                   int64_t unit_floats) {
+  // Splits the groups within positions [begin, end) into items of about equal cost, those of each part
+  // together; `range` gives the units of an expert that lie in a part.
+  template <class Range>
+  void build_items(std::vector<Workspace::Item>* items, std::vector<int64_t>* ends, int64_t begin,
+                   int64_t end, int64_t units, int64_t unit_floats, Range range) {
     items->clear();
+    ends->clear();
     int64_t cost = 0;
     for (const auto& g : ws.groups) {
       const int64_t rows = std::min(end, g.first + g.rows) - std::max(begin, g.first);
       if (rows > 0) cost += units * (kUnitCost + rows);
     }
     const int64_t target = std::max<int64_t>(1, cost / (ctx.pool->threads() * kPiecesPerThread));
-    for (const int32_t index : ws.by_size) {
-      const auto& g = ws.groups[static_cast<size_t>(index)];
-      const int64_t from = std::max(begin, g.first) - g.first;
-      const int64_t rows = std::min(end, g.first + g.rows) - g.first - from;
-      if (rows <= 0) continue;
-      const int64_t parts = ceil_div(rows, max_rows);
-      for (int64_t part = 0; part < parts; ++part) {
-        const int64_t row = from + rows * part / parts;
-        const int64_t m = from + rows * (part + 1) / parts - row;
-        const int64_t most = std::max<int64_t>(1, kTileFloats / (m * unit_floats));
-        const int64_t want = std::clamp<int64_t>(target / (kUnitCost + m), 1, std::min(units, most));
-        const int64_t n = ceil_div(units, want);
-        for (int64_t i = 0; i < n; ++i) {
-          const int64_t u0 = units * i / n, u1 = units * (i + 1) / n;
-          items->push_back({index, row, m, u0, u1 - u0});
+    for (int32_t part = 0; part < store.parts(); ++part) {
+      for (const int32_t index : ws.by_size) {
+        const auto& g = ws.groups[static_cast<size_t>(index)];
+        const int64_t from = std::max(begin, g.first) - g.first;
+        const int64_t rows = std::min(end, g.first + g.rows) - g.first - from;
+        const std::pair<int64_t, int64_t> limits = range(g.expert, part);
+        const int64_t here = limits.second - limits.first;
+        if (rows <= 0 || here <= 0) continue;
+        const int64_t pieces = ceil_div(rows, max_rows);
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+          const int64_t row = from + rows * piece / pieces;
+          const int64_t m = from + rows * (piece + 1) / pieces - row;
+          const int64_t most = std::max<int64_t>(1, kTileFloats / (m * unit_floats));
+          const int64_t want = std::clamp<int64_t>(target / (kUnitCost + m), 1, std::min(here, most));
+          const int64_t n = ceil_div(here, want);
+          for (int64_t i = 0; i < n; ++i) {
+            const int64_t u0 = here * i / n, u1 = here * (i + 1) / n;
+            items->push_back({index, part, row, m, limits.first + u0, u1 - u0});
+          }
         }
       }
+      ends->push_back(static_cast<int64_t>(items->size()));
     }
+  }
+
+  void build_down_items(int64_t begin, int64_t end) {
+    build_items(&ws.down_items, &ws.down_ends, begin, end, down.n_pad / kBlockRows, kBlockRows,
+                [&](int64_t, int part) {
+                  return std::make_pair(store.down_begin(part), store.down_begin(part + 1));
+                });
+  }
+
+  // A phase of `chunks` chunks; `ends` as build_items gives them, null where chunks belong to no node.
+  Phase phase(int64_t chunks, void (*fn)(void*, int64_t, int), const std::vector<int64_t>* ends = nullptr) {
+    Phase p = {chunks, fn, this};
+    p.only = store.only();
+    if (ends != nullptr && store.parts() > 1) {
+      p.node_ends = ends->data();
+      p.nodes = store.parts();
+    }
+    return p;
   }
 
   int64_t source(const Workspace::Group& g, int64_t row) const {
@@ -207,7 +245,7 @@ struct Step {
     const size_t k = static_cast<size_t>(xs.k_pad), n = k / kActGroup;
     for (int64_t m = 0; m < item.rows; ++m) {
       const size_t src = static_cast<size_t>(source(g, item.row + m)), dst = static_cast<size_t>(m);
-      if (op.quantised_) {
+      if (quantised) {
         std::memcpy(to.q + dst * k, xs.q + src * k, k);
         std::memcpy(to.scale + dst * n, xs.scale + src * n, n * 4);
         std::memcpy(to.sum + dst * n, xs.sum + src * n, n * 4);
@@ -231,17 +269,17 @@ struct Step {
 
   void gate_up_item(const Workspace::Item& item, const Buffers& b) {
     const auto& g = ws.groups[static_cast<size_t>(item.group)];
-    const int64_t inter = op.config_.intermediate, mats = op.mats_;
+    const int64_t inter = op.config_.intermediate, mats = store.mats();
     const int64_t block0 = item.unit * 2;
-    const int64_t blocks = std::min(op.up_.n_pad / kBlockRows, block0 + item.units * 2) - block0;
+    const int64_t blocks = std::min(up.n_pad / kBlockRows, block0 + item.units * 2) - block0;
     const int64_t col0 = block0 * kBlockRows, cols = blocks * kBlockRows;
     const int64_t valid = std::min(inter - col0, cols);  // columns that exist
     const int64_t ld = cols * mats;
     const Rows rows = gather(g, item, b.gather);
-    kernel(g.rows, item.row == 0 && item.unit == 0)(op.expert(g.expert) + block0 * mats * op.up_.block_bytes,
-                                                    blocks * mats, &op.up_, &rows, b.tile, ld, b.scratch);
-    const float* gate_bias = op.bias(g.expert, Experts::kGateBias);
-    const float* up_bias = op.bias(g.expert, Experts::kUpBias);
+    const uint8_t* w = store.up_block(g.expert, item.part, store.arena_of(item.part, b.node), block0);
+    kernel(g.rows, item.row == 0 && item.unit == 0)(w, blocks * mats, &up, &rows, b.tile, ld, b.scratch);
+    const float* gate_bias = store.bias(g.expert, Weights::kGateBias);
+    const float* up_bias = store.bias(g.expert, Weights::kUpBias);
     for (int64_t m = 0; m < item.rows; ++m) {
       float* tile = b.tile + m * ld;
       if (op.config_.has_bias) {
@@ -262,7 +300,7 @@ struct Step {
   }
 
   void store_gate_up(const float* tile, int64_t blocks, int64_t col0, int64_t valid, int64_t pair) {
-    const int64_t inter = op.config_.intermediate, mats = op.mats_;
+    const int64_t inter = op.config_.intermediate, mats = store.mats();
     float* to = out + pair * inter * mats + col0;
     for (int64_t i = 0; i < blocks; ++i) {
       const size_t n = static_cast<size_t>(std::min<int64_t>(kBlockRows, valid - i * kBlockRows));
@@ -276,16 +314,16 @@ struct Step {
   // multiple of 32 columns, so it owns whole groups of the quantisation.
   void activate(const float* tile, int64_t blocks, int64_t col0, int64_t valid, int64_t position,
                 float* row) {
-    const int64_t mats = op.mats_, k_pad = hs.k_pad;
-    const bool last = col0 + blocks * kBlockRows >= op.up_.n_pad;
+    const int64_t mats = store.mats(), k_pad = hs.k_pad;
+    const bool last = col0 + blocks * kBlockRows >= up.n_pad;
     const int64_t end = last ? k_pad : col0 + blocks * kBlockRows;
-    float* h = op.quantised_ ? row : hs.f32 + position * k_pad + col0;
+    float* h = quantised ? row : hs.f32 + position * k_pad + col0;
     for (int64_t i = 0; i < blocks; ++i) {
       const int64_t n = std::min<int64_t>(kBlockRows, valid - i * kBlockRows);
       const float* first = tile + i * kBlockRows * mats;
       op.isa_.table->act(first, first + kBlockRows * (mats - 1), h + i * kBlockRows, n, &op.config_.act);
     }
-    if (op.quantised_) {
+    if (quantised) {
       const int64_t groups = k_pad / kActGroup, g0 = position * groups + col0 / kActGroup;
       op.isa_.table->quantize(h, valid, end - col0, hs.q + position * k_pad + col0, hs.scale + g0,
                               hs.sum + g0);
@@ -305,16 +343,20 @@ struct Step {
 
   void strip_item(int64_t chunk, const Buffers& b) {
     const int64_t hidden = op.config_.hidden;
-    const int64_t block0 = chunk * strip;
-    const int64_t blocks = std::min(op.down_.n_pad / kBlockRows - block0, strip);
+    int part = 0;
+    while (chunk >= ws.down_ends[static_cast<size_t>(part)]) ++part;
+    const int64_t before = part == 0 ? 0 : ws.down_ends[static_cast<size_t>(part - 1)];
+    const int64_t block0 = store.down_begin(part) + (chunk - before) * strip;
+    const int64_t blocks = std::min(store.down_begin(part + 1) - block0, strip);
     const int64_t col0 = block0 * kBlockRows, ld = blocks * kBlockRows;
     const int64_t valid = std::min(hidden - col0, ld);
+    const int arena = store.arena_of(part, b.node);
     for (const auto& g : ws.groups) {
       const Rows rows = hs.at(g.first, g.rows);
-      kernel(g.rows, chunk == 0)(op.expert(g.expert) + op.down_offset_ + block0 * op.down_.block_bytes,
-                                 blocks, &op.down_, &rows, b.tile + g.first * ld, ld, b.scratch);
+      kernel(g.rows, chunk == 0)(store.down_block(g.expert, part, arena, block0), blocks, &down, &rows,
+                                 b.tile + g.first * ld, ld, b.scratch);
       if (op.config_.has_bias) {
-        const float* bias = op.bias(g.expert, Experts::kDownBias) + col0;
+        const float* bias = store.bias(g.expert, Weights::kDownBias) + col0;
         for (int64_t m = 0; m < g.rows; ++m) add_bias(bias, valid, b.tile + (g.first + m) * ld);
       }
     }
@@ -348,11 +390,10 @@ struct Step {
     const Rows rows = whole ? hs.at(position, item.rows) : gather(g, item, b.gather);
     float* to = whole ? y + (position - wave_begin) * ldy + col0 : b.tile;
     const int64_t ld = whole ? ldy : item.units * kBlockRows;
-    kernel(g.rows, item.row == 0 && item.unit == 0)(
-        op.expert(g.expert) + op.down_offset_ + item.unit * op.down_.block_bytes, item.units, &op.down_,
-        &rows, to, ld, b.scratch);
+    const uint8_t* w = store.down_block(g.expert, item.part, store.arena_of(item.part, b.node), item.unit);
+    kernel(g.rows, item.row == 0 && item.unit == 0)(w, item.units, &down, &rows, to, ld, b.scratch);
     for (int64_t m = 0; m < item.rows; ++m) {
-      if (op.config_.has_bias) add_bias(op.bias(g.expert, Experts::kDownBias) + col0, valid, to + m * ld);
+      if (op.config_.has_bias) add_bias(store.bias(g.expert, Weights::kDownBias) + col0, valid, to + m * ld);
       if (!whole) {
         const int64_t pair = ws.order[static_cast<size_t>(position + m)];
         std::memcpy(out + pair * hidden + col0, to + m * ld, static_cast<size_t>(valid) * 4);
@@ -383,11 +424,11 @@ struct Step {
 
   void run(const Routing& routing, int64_t first_pair) {
     group_pairs(routing, first_pair);
-    const bool q = op.quantised_;
+    const bool q = quantised;
     const int64_t hidden = op.config_.hidden, pairs = tokens * slots;
     x_rows = mode == Mode::kDown ? pairs : tokens;
     k_in = in_layout().k;
-    const int64_t k_pad = in_layout().k_pad, blocks = op.down_.n_pad / kBlockRows;
+    const int64_t k_pad = in_layout().k_pad, blocks = down.n_pad / kBlockRows;
     const bool in_place = !q && type == DType::kF32 && k_in == k_pad;
     const bool strips = mode == Mode::kWhole && exact;
     const int threads = ctx.pool->threads();
@@ -404,14 +445,14 @@ struct Step {
       strip = std::clamp<int64_t>(want, 1, std::min<int64_t>(16, most));
       tile_floats = std::max(tile_floats, pairs_kept * kBlockRows * strip);
     }
-    ldy = op.down_.n_pad;
+    ldy = down.n_pad;
     const int64_t most_pairs = std::max<int64_t>(1, ctx.tuning.wave_bytes / (ldy * 4));
     const int64_t y_rows = mode == Mode::kWhole && !exact ? std::min(pairs_kept, most_pairs) : 0;
     const int64_t h_rows = mode == Mode::kWhole ? pairs_kept : 0;
 
     thread_bytes = buffer_bytes();
     ws.memory.reserve(
-        (in_place ? 0 : RowStore::bytes(q, x_rows, k_pad)) + RowStore::bytes(q, h_rows, op.down_.k_pad) +
+        (in_place ? 0 : RowStore::bytes(q, x_rows, k_pad)) + RowStore::bytes(q, h_rows, down.k_pad) +
         align64(static_cast<size_t>(y_rows * ldy) * 4) + thread_bytes * static_cast<size_t>(threads));
     uint8_t* cursor = ws.memory.data();
     if (in_place) {
@@ -420,7 +461,7 @@ struct Step {
     } else {
       xs = RowStore::carve(&cursor, q, x_rows, k_pad);
     }
-    hs = RowStore::carve(&cursor, q, h_rows, op.down_.k_pad);
+    hs = RowStore::carve(&cursor, q, h_rows, down.k_pad);
     y = reinterpret_cast<float*>(cursor);
     cursor += align64(static_cast<size_t>(y_rows * ldy) * 4);
     thread_memory = cursor;
@@ -431,20 +472,29 @@ struct Step {
       for (int64_t row = 0; row < x_rows; ++row) input_row(row, buffers(0).row);
     } else if (!in_place) {
       x_chunk = std::clamp<int64_t>(x_rows / (threads * kPiecesPerThread), 1, 16);
-      phases[count++] = {ceil_div(x_rows, x_chunk), input_phase, this};
+      phases[count++] = phase(ceil_div(x_rows, x_chunk), input_phase);
     }
     if (mode != Mode::kDown) {
-      build_items(&ws.up_items, 0, pairs_kept, ceil_div(op.up_.n_pad, kUnit), kUnit * op.mats_);
-      phases[count++] = {static_cast<int64_t>(ws.up_items.size()), gate_up_phase, this};
+      build_items(&ws.up_items, &ws.up_ends, 0, pairs_kept, ceil_div(up.n_pad, kUnit), kUnit * store.mats(),
+                  [&](int64_t expert, int part) {
+                    return std::make_pair(store.unit_begin(expert, part), store.unit_begin(expert, part + 1));
+                  });
+      phases[count++] = phase(static_cast<int64_t>(ws.up_items.size()), gate_up_phase, &ws.up_ends);
     }
     if (strips) {
-      phases[count++] = {ceil_div(blocks, strip), strip_phase, this};
+      ws.down_ends.clear();
+      int64_t chunks = 0;
+      for (int part = 0; part < store.parts(); ++part) {
+        chunks += ceil_div(store.down_begin(part + 1) - store.down_begin(part), strip);
+        ws.down_ends.push_back(chunks);
+      }
+      phases[count++] = phase(chunks, strip_phase, &ws.down_ends);
     } else if (mode == Mode::kDown) {
-      build_items(&ws.down_items, 0, pairs_kept, blocks, kBlockRows);
-      phases[count++] = {static_cast<int64_t>(ws.down_items.size()), down_phase, this};
+      build_down_items(0, pairs_kept);
+      phases[count++] = phase(static_cast<int64_t>(ws.down_items.size()), down_phase, &ws.down_ends);
     }
     if (mode == Mode::kDown) clear_skipped(hidden);
-    if (mode == Mode::kGateUp) clear_skipped(op.config_.intermediate * op.mats_);
+    if (mode == Mode::kGateUp) clear_skipped(op.config_.intermediate * store.mats());
     if (mode != Mode::kWhole || strips) {
       ctx.pool->run(phases, count);
       return;
@@ -455,9 +505,9 @@ struct Step {
     do {
       wave_begin = wave_end;
       wave_end = wave_limit(wave_begin, most_pairs);
-      build_items(&ws.down_items, wave_begin, wave_end, blocks, kBlockRows);
-      phases[count++] = {static_cast<int64_t>(ws.down_items.size()), down_phase, this};
-      phases[count++] = {sums, sum_phase, this};
+      build_down_items(wave_begin, wave_end);
+      phases[count++] = phase(static_cast<int64_t>(ws.down_items.size()), down_phase, &ws.down_ends);
+      phases[count++] = phase(sums, sum_phase);
       ctx.pool->run(phases, count);
       count = 0;
     } while (wave_end < pairs_kept);
@@ -474,12 +524,13 @@ struct Step {
 void Experts::run(Context& context, Mode mode, const void* x, DType type, const Routing& routing,
                   const float* weights, float* out) const {
   std::lock_guard<std::mutex> hold(context.lock);
+  const bool quantised = config_.format != kF32 && config_.format != kBf16;
   const int64_t slots = routing.slots, hidden = config_.hidden, inter = config_.intermediate;
   const int64_t in_width = mode == Mode::kDown ? slots * inter : hidden;
   const int64_t out_width =
-      mode == Mode::kWhole ? hidden : slots * (mode == Mode::kDown ? hidden : inter * mats_);
-  const int64_t up_row = static_cast<int64_t>(RowStore::bytes(quantised_, 1, up_.k_pad));
-  const int64_t down_row = static_cast<int64_t>(RowStore::bytes(quantised_, 1, down_.k_pad));
+      mode == Mode::kWhole ? hidden : slots * (mode == Mode::kDown ? hidden : inter * weights_.mats());
+  const int64_t up_row = static_cast<int64_t>(RowStore::bytes(quantised, 1, weights_.up_layout().k_pad));
+  const int64_t down_row = static_cast<int64_t>(RowStore::bytes(quantised, 1, weights_.down_layout().k_pad));
   const int64_t per_token =
       (mode == Mode::kDown ? 0 : up_row) + (mode == Mode::kGateUp ? 0 : slots * down_row);
   const int64_t most = std::max<int64_t>(1, context.tuning.store_bytes / std::max<int64_t>(1, per_token));

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
+import logging
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from hetero.config import settings
 from hetero.core import ActKind, ExpertSpec, InputError, MachineError
 from hetero.formats import Format
 from hetero.hw import cpu as hw_cpu
-from hetero.hw import memory
+from hetero.hw import memory, placement, topology
+from hetero.hw.topology import Topology
+
+log = logging.getLogger("hetero.cpu")
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 
@@ -72,7 +76,8 @@ def set_threads(count: int) -> None:
     if count < 1:
         raise InputError(f"threads must be at least 1, not {count}")
     global _pool_is_set  # noqa: PLW0603 (the pool belongs to the process, like the context that owns it)
-    _cpu.set_threads(count)
+    seats = placement.seats(machine(), count, hw_cpu.quota())
+    _cpu.set_seats([(seat.node, list(seat.cpus)) for seat in seats])
     _pool_is_set = True
 
 
@@ -105,6 +110,23 @@ def run_probe(instruction: str, rounds: int, chunks: int = 1) -> tuple[float, fl
     return _cpu.run_probe(instruction, rounds, chunks)
 
 
+def machine() -> Topology:
+    """The memory nodes and cores that threads and experts are placed on; read once."""
+    global _machine  # noqa: PLW0603 (a cache of what does not change)
+    if _machine is None:
+        _machine = topology.read()
+    return _machine
+
+
+def use_machine(other: Topology | None) -> None:
+    """Place threads and experts, from now on, as on another machine; None: this one. For tests."""
+    global _machine  # noqa: PLW0603 (see machine)
+    _machine = other
+    set_threads(threads())
+
+
+_machine: Topology | None = None
+_unbound_is_told = False
 _pool_is_set = False
 _live: weakref.WeakSet[CpuExperts] = weakref.WeakSet()
 
@@ -115,15 +137,35 @@ def _start_pool() -> None:
         set_threads(settings().threads or hw_cpu.usable_threads())
 
 
-class CpuExperts:
-    """Packed experts of one MoE block in one arena, and the operator over them.
+def _warn_unbound(error: int) -> None:
+    """Say once that the kernel refused to bind memory: containers often forbid it; results do not change."""
+    global _unbound_is_told  # noqa: PLW0603 (once a process)
+    if not _unbound_is_told:
+        _unbound_is_told = True
+        log.warning(
+            "the kernel refused to bind the experts' memory to NUMA nodes (mbind: %s); pages stay where "
+            "their first writer runs, results are the same, reads may be slower",
+            os.strerror(error),
+        )
 
-    ``threads`` sets the pool of the whole process. Raises MachineError when memory or the instruction set is
-    lacking, InputError for a format and shape that cannot be packed.
+
+class CpuExperts:
+    """Packed experts of one MoE block, and the operator over them.
+
+    ``threads`` sets the pool of the whole process. ``numa`` is "off", "split", "replicate" or "node N", see
+    ``hw.placement.place``; where the kernel refuses to bind memory to nodes the experts work all the same,
+    and one warning says so. Raises MachineError when memory or the instruction set is lacking, InputError for
+    a format and shape that cannot be packed, or a node that does not exist.
     """
 
     def __init__(
-        self, spec: ExpertSpec, fmt: Format, *, isa: str = "auto", threads: int | None = None
+        self,
+        spec: ExpertSpec,
+        fmt: Format,
+        *,
+        isa: str = "auto",
+        threads: int | None = None,
+        numa: str = "off",
     ) -> None:
         self.spec = spec
         self.format = fmt
@@ -132,13 +174,17 @@ class CpuExperts:
             set_threads(threads)
         _start_pool()
         act = spec.activation
-        needed = packed_nbytes(spec, fmt)
+        where = placement.place(numa, machine())
+        needed = packed_nbytes(spec, fmt) * where.copies
         what = f"{spec.num_experts} experts of {spec.hidden} x {spec.intermediate} in {fmt}"
         # Pages are taken when experts arrive, so what other operators still wait for counts as used.
         promised = sum(other.promised_bytes for other in _live)
         if promised:
             what = f"{memory.gib(promised)} of other experts and {what}"
         memory.require(needed + promised, what)
+        bound = [node for node in where.nodes if node >= 0]
+        for node in bound:
+            memory.require_on_node(node, (needed + promised) // len(bound), what)
         try:
             self._experts = _cpu.Experts(
                 isa=self.isa,
@@ -155,6 +201,9 @@ class CpuExperts:
                 up_limit=act.up_limit,
                 act_max=act.act_max,
                 up_offset=act.up_offset,
+                spread=int(where.spread),
+                nodes=list(where.nodes),
+                only=where.only,
             )
         except MemoryError:
             have = memory.available()
@@ -162,6 +211,8 @@ class CpuExperts:
                 f"{what}: the system refused {memory.gib(needed)}, "
                 f"{memory.gib(have.bytes)} is available ({have.limit})"
             ) from None
+        if error := self._experts.bind_error():
+            _warn_unbound(error)
         self._parts = [p for p in _PARTS if _has_part(spec, p)]
         self._put: set[tuple[int, Part]] = set()
         _live.add(self)
@@ -218,8 +269,7 @@ class CpuExperts:
             )
         if any((target, part) in self._put for part in self._parts):
             raise InputError(f"expert {target}: given twice")
-        base, stride = self._experts.address, self._experts.stride
-        ctypes.memmove(base + target * stride, base + source * stride, stride)
+        self._experts.copy(source, target)
         self._put.update((target, part) for part in self._parts)
 
     def use(self, isa: str) -> None:
@@ -229,14 +279,25 @@ class CpuExperts:
         self.isa = chosen
 
     def plain_read(self, first: int = 0, count: int | None = None) -> int:
-        """Read the packed bytes of ``count`` experts (default: all) once with the pool's threads, doing nothing
-        else; returns how many bytes."""
-        stride = self._experts.stride
-        size = (self.spec.num_experts - first if count is None else count) * stride
-        if first < 0 or size < 0 or first * stride + size > self.nbytes:
+        """Read the packed bytes of ``count`` experts (default: all) once with the pool's threads, each node's
+        by its own first, doing nothing else; returns how many bytes."""
+        count = self.spec.num_experts - first if count is None else count
+        if first < 0 or count < 0 or first + count > self.spec.num_experts:
             raise ValueError(f"experts {first} to {first} + {count} of {self.spec.num_experts}")
-        _cpu.pool_read(self._experts.address + first * stride, size)
-        return size
+        return self._experts.read(first, count)
+
+    def shares(self, expert: int) -> list[tuple[int, int]]:
+        """What each part of an expert holds: (units of 32 rows of gate and up, blocks of 16 rows of down)."""
+        return self._experts.shares(expert)
+
+    def page_nodes(self) -> list[tuple[int, dict[int, int]]]:
+        """For each arena the node that was asked for (-1: none), and where the kernel says that its pages
+        are: node -> pages, of at most 4096 pages taken evenly. Negative numbers are errors of single pages:
+        -2 those that were never written. Raises MachineError where the kernel does not tell."""
+        try:
+            return self._experts.page_nodes(4096)
+        except RuntimeError as error:
+            raise MachineError(f"cannot ask the kernel where pages are: {error}") from None
 
     def missing(self) -> list[tuple[int, Part]]:
         """Parts that have not been put, by expert."""

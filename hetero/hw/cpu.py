@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hetero.hw import placement, topology
 from hetero.hw.cgroup import levels
 
 _ROOT = Path("/")
@@ -17,14 +18,7 @@ _ROOT = Path("/")
 
 def physical_cores(cpus: Iterable[int], root: Path = _ROOT) -> int:
     """Physical cores behind the logical CPUs ``cpus``; a CPU without topology counts as its own core."""
-    cores = set()
-    for cpu in cpus:
-        siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        try:
-            cores.add(siblings.read_text().strip())
-        except OSError:
-            cores.add(str(cpu))
-    return len(cores)
+    return len(topology.read(root, cpus).cores)
 
 
 def quota(root: Path = _ROOT) -> float | None:
@@ -49,10 +43,9 @@ def quota(root: Path = _ROOT) -> float | None:
 
 
 def usable_threads() -> int:
-    """Threads that make sense for compute: physical cores of the affinity mask, within the quota."""
-    cores = physical_cores(os.sched_getaffinity(0))
-    limit = quota()
-    return max(1, min(cores, int(limit)) if limit is not None else cores)
+    """Threads that make sense for compute: physical cores of the affinity mask, within the quota; on a hybrid
+    processor its fast cores."""
+    return placement.default_threads(topology.read(), quota())
 
 
 @cache

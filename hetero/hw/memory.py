@@ -41,6 +41,28 @@ def require(needed: int, what: str, root: Path = Path("/")) -> None:
         )
 
 
+def node_available(node: int, root: Path = Path("/")) -> int | None:
+    """Bytes free on one memory node, page cache and reclaimable memory included; None where nothing tells."""
+    found = {}
+    for line in (_read(root / f"sys/devices/system/node/node{node}/meminfo") or "").splitlines():
+        key, _, value = line.removeprefix(f"Node {node} ").partition(":")
+        if value.strip():
+            found[key] = int(value.split()[0]) * 1024
+    if "MemFree" not in found:
+        return None
+    return sum(found.get(key, 0) for key in ("MemFree", "Active(file)", "Inactive(file)", "KReclaimable"))
+
+
+def require_on_node(node: int, needed: int, what: str, root: Path = Path("/")) -> None:
+    """Raises MachineError when a node has fewer than ``needed`` bytes for its share of ``what``."""
+    have = node_available(node, root)
+    if have is not None and needed > have:
+        raise MachineError(
+            f"{what}: the share of NUMA node {node} is {gib(needed)}, {gib(have)} is free there; "
+            "'numa: off' places experts wherever there is memory"
+        )
+
+
 def gib(n: int) -> str:
     """Bytes for a reader: GiB from one up, else MiB, with the exact count."""
     return f"{n / 2**30:.2f} GiB ({n} bytes)" if n >= 2**30 else f"{n / 2**20:.1f} MiB ({n} bytes)"

@@ -53,6 +53,9 @@ class Topology:
     nodes: tuple[Node, ...]
     cores: tuple[Core, ...]
     mems: tuple[int, ...]  # nodes with memory that this process may allocate on
+    # False: a machine on paper, as tests run on. Threads are grouped by its nodes, but the kernel is asked to
+    # place nothing.
+    bound: bool = True
 
     def node(self, number: int) -> Node:
         """The node with the kernel's number. Raises InputError listing the nodes that exist."""

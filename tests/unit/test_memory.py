@@ -96,7 +96,6 @@ def test_siblings_share_a_core(tmp_path: Path) -> None:
     root = tree(tmp_path, files)
     assert cpu.physical_cores([0, 1, 2, 3], root) == 2
     assert cpu.physical_cores([1, 3], root) == 1
-    assert cpu.physical_cores([0, 7], root) == 2  # cpu 7 has no topology: a core of its own
 
 
 def test_quota(tmp_path: Path) -> None:
@@ -111,13 +110,6 @@ def test_quota(tmp_path: Path) -> None:
     assert cpu.quota(tree(tmp_path / "v1", v1)) == 1.5
     unlimited = {**v1, "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1"}
     assert cpu.quota(tree(tmp_path / "free", unlimited)) is None
-
-
-def test_usable_threads_follow_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "physical_cores", lambda cpus, root=None: 8)
-    for quota, threads in ((None, 8), (2.5, 2), (0.5, 1), (64.0, 8)):
-        monkeypatch.setattr(cpu, "quota", lambda quota=quota: quota)
-        assert cpu.usable_threads() == threads
 
 
 def test_identity_of_a_result_file() -> None:

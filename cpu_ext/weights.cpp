@@ -1,0 +1,180 @@
+#include "weights.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+
+#include "pack.h"
+
+namespace hetero {
+namespace {
+
+constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+Layout checked_layout(const ExpertsConfig& c, int64_t n, int64_t k) {
+  Layout layout;
+  if (!make_layout(c.format, c.group, n, k, &layout))
+    throw std::invalid_argument("no such format, group or shape");
+  return layout;
+}
+
+int64_t bias_bytes(const ExpertsConfig& c, int mats) {
+  return c.has_bias ? (c.intermediate * mats + c.hidden) * static_cast<int64_t>(sizeof(float)) : 0;
+}
+
+// Appends the limits of `parts` shares of `total`; the larger shares begin at part `first`, cyclically.
+void add_shares(int64_t total, int parts, int first, std::vector<int64_t>* begins) {
+  int64_t at = 0;
+  for (int part = 0; part < parts; ++part) {
+    begins->push_back(at);
+    at += total / parts + ((part - first + parts) % parts < total % parts ? 1 : 0);
+  }
+  begins->push_back(at);
+}
+
+}  // namespace
+
+Weights::Weights(const ExpertsConfig& config, const Placement& placement)
+    : config_(config),
+      up_(checked_layout(config, config.intermediate, config.hidden)),
+      down_(checked_layout(config, config.hidden, config.intermediate)),
+      mats_(config.act.has_gate ? 2 : 1),
+      parts_(placement.spread == Spread::kSplit ? static_cast<int>(placement.nodes.size()) : 1),
+      copies_(placement.spread == Spread::kReplicate ? static_cast<int>(placement.nodes.size()) : 1),
+      only_(placement.only) {
+  if (placement.nodes.empty()) throw std::invalid_argument("no memory node");
+  const int64_t units = (config.intermediate + kUnit - 1) / kUnit;
+  for (int rotation = 0; rotation < parts_; ++rotation) add_shares(units, parts_, rotation, &unit_begin_);
+  add_shares(block_count(down_), parts_, 0, &down_begin_);
+  stride_ = part_bytes(0, 0);
+  std::vector<int64_t> sizes(static_cast<size_t>(parts_), parts_ == 1 ? config.experts * stride_ : 0);
+  if (parts_ > 1) {
+    for (int64_t e = 0; e < config.experts; ++e) {
+      for (int part = 0; part < parts_; ++part) {
+        offsets_.push_back(sizes[static_cast<size_t>(part)]);
+        sizes[static_cast<size_t>(part)] += part_bytes(e, part);
+      }
+    }
+  }
+  for (size_t i = 0; i < static_cast<size_t>(std::max(parts_, copies_)); ++i) {
+    const int64_t bytes = sizes[copies_ > 1 ? 0 : i];
+    arenas_.emplace_back(static_cast<size_t>(bytes), placement.nodes[i]);
+  }
+}
+
+int64_t Weights::expert_bytes(const ExpertsConfig& c) {
+  return hetero::expert_bytes(checked_layout(c, c.intermediate, c.hidden),
+                              checked_layout(c, c.hidden, c.intermediate), c.act.has_gate != 0, c.has_bias);
+}
+
+int64_t Weights::nbytes() const {
+  if (parts_ == 1) return config_.experts * stride_ * copies_;
+  int64_t bytes = 0;
+  for (int64_t e = 0; e < config_.experts; ++e) {
+    for (int part = 0; part < parts_; ++part) bytes += part_bytes(e, part);
+  }
+  return bytes;
+}
+
+// The last unit may hold one block only.
+int64_t Weights::up_blocks(int64_t expert, int part) const {
+  return std::min(2 * unit_begin(expert, part + 1), block_count(up_)) -
+         std::min(2 * unit_begin(expert, part), block_count(up_));
+}
+
+int64_t Weights::bias_offset(int64_t expert) const {
+  return up_bytes(expert, 0) + (down_begin(1) - down_begin(0)) * down_.block_bytes;
+}
+
+int64_t Weights::part_bytes(int64_t expert, int part) const {
+  const int64_t blocks =
+      up_bytes(expert, part) + (down_begin(part + 1) - down_begin(part)) * down_.block_bytes;
+  return round_up(blocks + (part == 0 ? bias_bytes(config_, mats_) : 0), 64);
+}
+
+int Weights::part_of(int64_t expert, bool down, int64_t block) const {
+  int part = 0;
+  while (part + 1 < parts_ && block >= (down ? down_begin(part + 1) : 2 * unit_begin(expert, part + 1)))
+    ++part;
+  return part;
+}
+
+const float* Weights::bias(int64_t expert, Part part) const {
+  if (!config_.has_bias) return nullptr;
+  const float* all = reinterpret_cast<const float*>(base(expert, 0) + bias_offset(expert));
+  if (part == kGateBias) return all;
+  if (part == kUpBias) return all + (mats_ - 1) * config_.intermediate;
+  return all + mats_ * config_.intermediate;
+}
+
+uint8_t* Weights::block_at(int64_t expert, Part part, int64_t block, int copy) const {
+  const int owner = part_of(expert, part == kDown, block);
+  const int arena = arena_of(owner, copy);
+  if (part == kDown) return const_cast<uint8_t*>(down_block(expert, owner, arena, block));
+  const uint8_t* pair = up_block(expert, owner, arena, block);
+  return const_cast<uint8_t*>(pair) + (part == kUp ? (mats_ - 1) * up_.block_bytes : 0);
+}
+
+void Weights::put(Pool& pool, int64_t expert, Part part, const void* data, DType type, int64_t row_stride,
+                  int64_t col_stride) {
+  if (part >= kGateBias) {
+    const int64_t n = part == kDownBias ? config_.hidden : config_.intermediate;
+    widen(data, type, n, row_stride, const_cast<float*>(bias(expert, part)));
+    return;
+  }
+  struct Job {
+    const Weights& weights;
+    int64_t expert;
+    Part part;
+    Source source;
+    std::atomic<int32_t> status{kPackOk};
+  } job{*this, expert, part, {data, static_cast<int32_t>(type), row_stride, col_stride}};
+  auto pack = [](void* ctx, int64_t block, int) {
+    Job& j = *static_cast<Job*>(ctx);
+    const Layout& layout = j.part == kDown ? j.weights.down_ : j.weights.up_;
+    uint8_t* to = j.weights.block_at(j.expert, j.part, block, 0);
+    const PackStatus status = pack_block(layout, block, j.source, to);
+    if (status != kPackOk) j.status.store(status, std::memory_order_relaxed);
+    for (int copy = 1; copy < j.weights.copies_; ++copy) {
+      std::memcpy(j.weights.block_at(j.expert, j.part, block, copy), to,
+                  static_cast<size_t>(layout.block_bytes));
+    }
+  };
+  // Blocks are packed by their node's threads: where binding is denied, the first touch still places them.
+  std::vector<int64_t> ends;
+  const int64_t blocks = block_count(part == kDown ? down_ : up_);
+  for (int p = 1; p <= parts_; ++p) {
+    ends.push_back(std::min(blocks, part == kDown ? down_begin(p) : 2 * unit_begin(expert, p)));
+  }
+  Phase phase = {blocks, pack, &job};
+  phase.only = only_;
+  if (parts_ > 1) {
+    phase.node_ends = ends.data();
+    phase.nodes = parts_;
+  }
+  pool.run(&phase, 1);
+  if (job.status == kPackNotFinite) throw std::invalid_argument("a weight is NaN or infinite");
+  if (job.status == kPackOverflow) throw std::invalid_argument("a weight is too large for the format");
+}
+
+void Weights::copy(int64_t from, int64_t to) {
+  auto copy_blocks = [&](Part part, const Layout& layout) {
+    for (int64_t block = 0; block < block_count(layout); ++block) {
+      for (int copy = 0; copy < copies_; ++copy) {
+        std::memcpy(block_at(to, part, block, copy), block_at(from, part, block, copy),
+                    static_cast<size_t>(layout.block_bytes));
+      }
+    }
+  };
+  if (mats_ == 2) copy_blocks(kGate, up_);
+  copy_blocks(kUp, up_);
+  copy_blocks(kDown, down_);
+  if (config_.has_bias) {
+    std::memcpy(const_cast<float*>(bias(to, mats_ == 2 ? kGateBias : kUpBias)),
+                bias(from, mats_ == 2 ? kGateBias : kUpBias),
+                static_cast<size_t>(bias_bytes(config_, mats_)));
+  }
+}
+
+}  // namespace hetero
