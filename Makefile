@@ -6,6 +6,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 QUESTION ?= What is the capital of France, and what is it known for?
 PYTEST_ARGS ?=
 
+# Threads of torch that wait by spinning take the cores from the experts on a busy machine.
+export OMP_WAIT_POLICY ?= passive
+
 DEPS := $(VENV)/.deps
 DEV := $(VENV)/.dev
 EXT := $(VENV)/.ext

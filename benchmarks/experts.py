@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from hetero import cpu
 from hetero.core import ExpertSpec
 from hetero.cpu import CpuExperts

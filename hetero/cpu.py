@@ -104,8 +104,8 @@ def probes() -> list[Probe]:
 
 
 def run_probe(instruction: str, rounds: int, chunks: int = 1) -> tuple[float, float]:
-    """Seconds that the pool takes for ``chunks`` times ``rounds`` rounds of a probe, and Hz of the fastest core
-    right after them. An empty name measures the clock of idle vector units (seconds 0)."""
+    """Seconds that the pool takes for ``chunks`` times ``rounds`` rounds of a probe, and Hz of the fastest
+    core right after them. An empty name measures the clock of idle vector units (seconds 0)."""
     _start_pool()
     return _cpu.run_probe(instruction, rounds, chunks)
 

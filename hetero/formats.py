@@ -1,4 +1,4 @@
-"""Formats of packed weights: names, groups and sizes. Imports no torch, so that rules and plans can use it."""
+"""Formats of packed weights: names, groups and sizes. Imports no torch: rules and plans use it."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ import tomllib
 from pathlib import Path
 
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+build = project["project"]["dependencies"] + project["build-system"]["requires"]
 groups = {
-    "build": project["project"]["dependencies"] + project["build-system"]["requires"] + ["cmake>=3.25", "ninja"],
+    "build": [*build, "cmake>=3.25", "ninja"],
     "dev": project["project"]["optional-dependencies"]["dev"],
 }
 print("\n".join(groups[sys.argv[1]]))

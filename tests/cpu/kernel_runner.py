@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from hetero._cpu import kernels
 from hetero.core import ActKind
 from hetero.formats import BLOCK_ROWS, Format, padded_k, parse_format, valid_formats

@@ -7,10 +7,11 @@ import math
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from hetero.core import Activation, ActKind, ExpertSpec
 from hetero.cpu import CpuExperts
 from hetero.formats import BLOCK_ROWS, Format, block_bytes, padded_k
-from torch import Tensor
 
 Weights = dict[tuple[int, str], Tensor]
 

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from hetero._cpu import kernels
 from hetero.core import Activation, ActKind
-
 from tests.cpu.kernel_runner import KINDS, TABLES, bits
 
 INF = math.inf

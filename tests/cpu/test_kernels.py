@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from hetero._cpu import kernels
 from hetero.formats import Format, padded_k
 from hetero.quant.pack import pack_codes, quantise
-
 from tests.cpu.kernel_runner import BULK, CLASSES, FORMATS, GEMM, GEMV, TABLES, Matrix, bits, relative
 
 # Float32 sums over k in sequence; bulk bf16 rounds the activations to 8 bits.

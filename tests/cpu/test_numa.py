@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from hetero import cpu
 from hetero.core import ExpertSpec, InputError
 from hetero.cpu import CpuExperts
 from hetero.formats import parse_format
 from hetero.hw import topology
 from hetero.hw.topology import Core, Node, Topology
-
 from tests.cpu.reference import fill, random_routing, random_weights, relative
 
 FORMATS = ["f32", "bf16", "int8 g128", "int4 g32", "int4a g64"]

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+
 from hetero import _cpu, cpu
 from hetero.core import Activation, ActKind, ExpertSpec, InputError, MachineError
 from hetero.cpu import CpuExperts
 from hetero.formats import parse_format
 from hetero.hw import memory
-from torch import Tensor
-
 from tests.cpu.reference import (
     decoded,
     fill,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from hetero._cpu import kernels
 from hetero.core import InputError
 from hetero.formats import Format, packed_bytes, parse_format
 from hetero.quant.pack import dequantise, pack_codes, quantise, quantise_codes
-from torch import Tensor
-
 from tests.cpu.kernel_runner import FORMATS
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -11,11 +11,11 @@ import time
 
 import pytest
 import torch
+
 from hetero import _cpu, cpu
 from hetero.core import ExpertSpec, InputError
 from hetero.cpu import CpuExperts
 from hetero.formats import parse_format
-
 from tests.cpu.reference import fill, random_routing, random_weights
 
 

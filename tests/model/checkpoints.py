@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hetero.model.build import build_meta, choose_class, is_experts, load_config
-from hetero.model.loader import LoadReport, load
-from hetero.model.source import Checkpoint
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hetero.model.build import build_meta, choose_class, is_experts, load_config
+from hetero.model.loader import LoadReport, load
+from hetero.model.source import Checkpoint
 from tests.model.tiny_moe import tiny_config, tiny_model
 
 

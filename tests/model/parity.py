@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hetero.engine.load import load_model
-from hetero.model.build import choose_class, load_config
 from safetensors.torch import load_file, save_file
 
+from hetero.engine.load import load_model
+from hetero.model.build import choose_class, load_config
 from tests.model.tiny_moe import VOCAB, tiny_config, tiny_model
 
 PROMPT, STEPS = 12, 16

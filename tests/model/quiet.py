@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import transformers
+
 from hetero import cpu
 
 

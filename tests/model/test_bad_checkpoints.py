@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from hetero.core import InputError
 from hetero.model.build import build_meta, load_config
 from hetero.model.loader import load, plan_load
 from hetero.model.source import INDEX, Checkpoint
-from safetensors.torch import load_file, save_file
-
 from tests.model.checkpoints import edit_config, edit_tensors, load_into, write
 
 Tensors = dict[str, torch.Tensor]

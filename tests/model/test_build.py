@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import GptOssConfig, Qwen3MoeConfig
+
 from hetero.core import HeteroError, InputError
 from hetero.model.build import (
     assert_only_experts_on_meta,
@@ -19,9 +22,6 @@ from hetero.model.build import (
     meta_tensors,
 )
 from hetero.model.moe_types import refusal
-from torch import nn
-from transformers import GptOssConfig, Qwen3MoeConfig
-
 from tests.model.tiny_moe import moe_types, tiny_config
 
 TYPES = tuple(name for name in moe_types() if refusal(name) is None)

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
+
 from hetero.core import InputError, MachineError
 from hetero.engine.generate import Engine
 from hetero.engine.load import load_model
@@ -20,9 +23,6 @@ from hetero.engine.request import Request
 from hetero.engine.sample import SamplingParams
 from hetero.model import demo
 from hetero.model.gguf_dense import DenseGguf
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
-
 from tests.model.tiny_gguf import TEXT, make_dense, make_tokenizer, write_gguf
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers import PreTrainedModel
+
 from hetero.core import InputError
 from hetero.engine.generate import Engine, Runnable
 from hetero.engine.request import Piece, Request, Result
 from hetero.engine.sample import SamplingParams
-from transformers import PreTrainedModel
-
 from tests.model.tiny import FAMILIES, tiny
 
 PROMPT = tuple(torch.randint(3, 96, (23,), generator=torch.Generator().manual_seed(1)).tolist())

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from typer.testing import CliRunner
+
 from hetero import cli, cpu
 from hetero.model.demo import TEST_MODEL, demo_folder, find_gguf
-from typer.testing import CliRunner
 
 PROMPT = "11,42,63,80,9"
 

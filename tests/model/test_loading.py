@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig
+
 from hetero.core import InputError
 from hetero.model.build import assert_only_experts_on_meta, build_meta, choose_class, load_config
 from hetero.model.loader import load, plan_load
 from hetero.model.source import Checkpoint
-from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig
-
 from tests.model.checkpoints import (
     edit_config,
     edit_tensors,

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
 from hetero import cpu
 from hetero.core import Activation, ActKind, ExpertSpec, InputError
 from hetero.engine.load import load_model
@@ -22,9 +25,6 @@ from hetero.ops.experts import CpuExpertsOp, Pending
 from hetero.ops.moe import MoeBlock
 from hetero.ops.recipes import RECIPES
 from hetero.ops.reference import TorchExperts, expert_parts
-from torch import nn
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
 from tests.model.parity import load_ours, load_reference, prompt, relative, save_tiny, trace
 from tests.model.quiet import quiet  # noqa: F401  a fixture of every test here
 from tests.model.tiny_moe import tiny_config, tiny_model

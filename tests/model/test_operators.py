@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
 from hetero import inject, registry
 from hetero.core import HeteroError, InputError
 from hetero.engine.load import load_model
@@ -19,9 +22,6 @@ from hetero.ops.moe import MoeBlock
 from hetero.registry import get_op, load_class, op_names, register_op
 from hetero.rules import load_rules, match
 from hetero.rules.options import schemas_for
-from safetensors.torch import load_file, save_file
-from torch import nn
-
 from tests.model.parity import load_ours, prompt, save_tiny
 from tests.model.quiet import quiet  # noqa: F401  a fixture of every test here
 

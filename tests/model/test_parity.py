@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.auto import modeling_auto as auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
 from hetero.core import Activation, ExpertSpec, InputError
 from hetero.engine.forward import Stepper
 from hetero.engine.generate import Engine
@@ -24,10 +28,6 @@ from hetero.inject import is_sink
 from hetero.model.build import choose_class
 from hetero.model.moe_types import REFUSED, WHOLE_PROMPT, refusal
 from hetero.ops.moe import MoeBlock
-from safetensors.torch import load_file, save_file
-from transformers.models.auto import modeling_auto as auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-
 from tests.model.parity import load_ours, load_reference, prompt, relative, save_tiny, trace
 from tests.model.quiet import quiet  # noqa: F401  a fixture of every test here
 from tests.model.tiny_moe import SIZES, contains_moe, foreign_moe_types, module_of, moe_modules, moe_types

@@ -6,13 +6,14 @@ import inspect
 import re
 from pathlib import Path
 
-import hetero
 import pytest
 import torch
-from hetero.model import hf
-from hetero.model.build import is_experts
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+import hetero
+from hetero.model import hf
+from hetero.model.build import is_experts
 
 PACKAGE = Path(hetero.__file__).parent
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from hetero.core import MOE_BLOCK, ModuleInfo
 from hetero.model.build import build_meta, describe
 from hetero.model.config import load_config
@@ -15,7 +16,6 @@ from hetero.model.shapes import resolve_model, shape_names
 from hetero.rules import Placement, load_rules, match
 from hetero.rules.defaults import default_rules_for, shipped
 from hetero.rules.explain import explain, totals
-
 from tests.model.tiny_moe import moe_types, tiny_config
 
 DEVICES = ("cpu", "cuda:0")

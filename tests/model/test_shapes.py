@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from hetero.core import InputError
 from hetero.model.build import build_meta, describe, find_moe, load_config
 from hetero.model.shapes import resolve_model, shape_names

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
 from hetero import cpu
 from hetero.cli import app
 from hetero.engine.load import load_model
 from hetero.model import demo
-from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 HELDOUT = Path(__file__).parent.parent / "data" / "heldout.txt"
 MAX_BYTES = 16_000_000

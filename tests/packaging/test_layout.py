@@ -21,6 +21,8 @@ def imports_extension(source: str) -> bool:
 
 def test_extension_has_one_importer() -> None:
     importers = {
-        path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if imports_extension(path.read_text())
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if imports_extension(path.read_text())
     }
     assert importers == {"cpu.py"}

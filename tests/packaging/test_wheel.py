@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command without what this process's environment would lend it; return its standard output."""
     env = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "VIRTUAL_ENV", "HETERO_ISA"}}
-    done = subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{command}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

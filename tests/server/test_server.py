@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 import uvicorn
+
 from hetero.core import InputError, MachineError
 from hetero.engine.generate import Engine, Runnable
 from hetero.engine.request import Request
@@ -21,7 +22,6 @@ from hetero.engine.sample import SamplingParams
 from hetero.model.tokenizer import Tokenizer
 from hetero.server.app import create_app
 from hetero.server.serve import open_socket
-
 from tests.model.tiny import tiny, tiny_tokenizer
 
 CHAT = "/v1/chat/completions"

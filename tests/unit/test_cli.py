@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
 from hetero import cli
 from hetero.engine.generate import Engine
 from hetero.engine.load import load_model
 from hetero.engine.request import Request
-from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
-
 from tests.model.tiny import tiny, tiny_tokenizer
 
 PYTHON = [sys.executable, "-m", "hetero.cli"]

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from hetero.config import VARIABLES, settings
 from hetero.core import InputError
 

@@ -7,12 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hetero.core import InputError
-from hetero.model.detokenize import ByteDetokenizer, TextDetokenizer, unicode_bytes
-from hetero.model.tokenizer import Tokenizer, load_tokenizer
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from hetero.core import InputError
+from hetero.model.detokenize import ByteDetokenizer, TextDetokenizer, unicode_bytes
+from hetero.model.tokenizer import Tokenizer, load_tokenizer
 
 ALPHABET = "ab z\n.,éüß漢字かな한국🙂👩‍👩‍👧‍👦🏳️‍🌈𝕏\u0301\u200d\u00a0Ωж"
 CORPUS = ["漢字 かな 한국 🙂🙂 été größe zab ab ab", "👩‍👩‍👧‍👦 🏳️‍🌈 a b a b"] * 20

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from hetero.core import InputError
 from hetero.formats import Format, block_bytes, expert_bytes, packed_bytes, parse_format, valid_formats
 

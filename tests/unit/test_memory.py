@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from hetero.core import MachineError
 from hetero.hw import cpu, memory
 

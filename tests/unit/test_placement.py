@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from hetero.core import InputError
 from hetero.hw.placement import Placement, Seat, Spread, default_threads, parse_numa, place, seats
 from hetero.hw.topology import Core, Node, Topology

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hetero.cli import app
-from hetero.rules import find_rules_dir
 from typer.testing import CliRunner
 
+from hetero.cli import app
+from hetero.rules import find_rules_dir
 from tests.unit.rules_tree import GOOD, write
 
 SHAPE = "synthetic:mixtral-8x7b"

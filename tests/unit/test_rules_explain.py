@@ -6,7 +6,6 @@ from pathlib import Path
 
 from hetero.formats import expert_bytes, parse_format
 from hetero.rules.explain import explain, group, human, totals
-
 from tests.unit.rules_tree import GOOD, SPEC, place, tree, write
 
 

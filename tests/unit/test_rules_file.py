@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
 from hetero.core import InputError
 from hetero.formats import parse_format, valid_formats
 from hetero.rules import load_rules
 from hetero.rules.options import BACKENDS, ISAS, NUMA, schemas_for
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
-
 from tests.unit.rules_tree import GOOD, MOE, REST, place, tree, write
 
 EXPERTS = "{op: moe, experts: {format: int4}}"

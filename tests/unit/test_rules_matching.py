@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hetero.core import InputError
 
+from hetero.core import InputError
 from tests.unit.rules_tree import GOOD, MOE, REST, SPEC, place, tree, write
 
 CUDA = ("cpu", "cuda:0", "cuda:1")

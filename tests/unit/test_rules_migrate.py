@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from hetero.core import InputError
 from hetero.rules.migrate import migrate
-
 from tests.unit.rules_tree import place, tree, write
 
 OLD = r"""- match:

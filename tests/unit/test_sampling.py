@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+
 from hetero.core import HeteroError, InputError
 from hetero.engine.sample import Sampler, SamplingParams, penalise, probabilities
 

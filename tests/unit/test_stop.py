@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from hetero.core import InputError
 from hetero.engine.stop import StopMatcher
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+
 from hetero.core import InputError, MachineError
 from hetero.hw import topology
 from hetero.hw.topology import Topology, parse_list
