@@ -69,8 +69,11 @@ def demo_folder(gguf: Path, cache: Path | None = None) -> Path:
     that cannot be written, MachineError where the disk is too small.
     """
     root = (cache or settings().cache) / "demo"
-    with gguf.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with gguf.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"{gguf}: cannot be read: {error.strerror or error}") from None
     target = root / f"{digest[:16]}-v{VERSION}"
     if target.is_dir():
         return target
