@@ -56,9 +56,9 @@ def load_reference(model_type: str, model_class: Any, folder: Path) -> Any:
     return model.eval()
 
 
-def load_ours(folder: Path, experts: str = "f32") -> Any:
+def load_ours(folder: Path, experts: str = "f32", isa: str = "auto") -> Any:
     """The model as ``hetero run`` loads it, on the CPU, the experts in the format given."""
-    loaded = load_model(folder, rules="default-cpu", overrides={"experts": experts}, threads=1)
+    loaded = load_model(folder, rules="default-cpu", overrides={"experts": experts}, isa=isa, threads=1)
     return loaded.runnable.model
 
 

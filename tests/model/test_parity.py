@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
+from hetero import cpu
 from hetero.core import Activation, ExpertSpec, InputError
+from hetero.cpu import kernel_counts, reset_kernel_counts
 from hetero.engine.forward import Stepper
 from hetero.engine.generate import Engine
 from hetero.engine.load import load_model
@@ -125,6 +127,21 @@ def test_int8(model_type: str, tmp_path: Path) -> None:
     errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
     assert errors.min() > 1e-5
     assert errors.median() < 0.05
+
+
+@pytest.mark.parametrize("experts", ["int8", "int4 g64"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_oss", "nemotron_h", "inkling2_text"])
+def test_every_instruction_set_gives_the_same_bits(model_type: str, experts: str, tmp_path: Path) -> None:
+    """A whole model, up to 16 rows a step; a gate, biases, no gate, and a gate in torch."""
+    save_tiny(model_type, tmp_path)
+    isas = cpu.isas()
+    reset_kernel_counts()
+    found = {isa: trace(load_ours(tmp_path, experts, isa=isa), prompt()) for isa in isas}
+    ran = " ".join(kernel_counts())
+    for isa in isas:
+        assert f".{isa}" in ran, f"{isa} did not run: {ran}"
+        assert torch.equal(found[isa].prefill, found["scalar"].prefill), isa
+        assert torch.equal(found[isa].steps, found["scalar"].steps), isa
 
 
 def test_experts_matter(tmp_path: Path) -> None:
