@@ -39,6 +39,7 @@ def make_backend(spec: ExpertSpec, options: Mapping[str, Any]) -> Backend:
         parse_format(options.get("format", "f32")),
         isa=options.get("isa", "auto"),
         threads=options.get("threads"),
+        numa=options.get("numa", "off"),
     )
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from hetero.core import InputError
 from hetero.formats import parse_format
+from hetero.hw.placement import NUMA_WORDS, parse_numa
 from hetero.rules.devices import check_device
 from hetero.rules.schema import EXPERT_KEYS, Replace, check_keys
 from hetero.rules.source import Value, did_you_mean, listed
 
 DEFAULT_FORMAT = "int8"
 ISAS = ("auto", "scalar", "avx2", "avx512", "amx")
-NUMA = ("split", "off")
 BACKENDS = ("native", "torch")
 _MAX_THREADS = 4096
 
@@ -55,7 +55,7 @@ def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
             "device": device,
             "format": fmt,
             "isa": _word(get("isa"), "isa", ISAS),
-            "numa": _word(get("numa"), "numa", NUMA),
+            "numa": _numa(get("numa")),
             "threads": _threads(get("threads")),
             "backend": backend,
         }
@@ -108,6 +108,20 @@ def _format(value: Value | None, default: str) -> str:
     except InputError as error:
         value.where.fail(f"experts: {error}")
     return text
+
+
+def _numa(value: Value | None) -> str:
+    """How experts lie over memory nodes. Whether "node N" exists is for the machine that loads them to say."""
+    if value is None:
+        return NUMA_WORDS[0]
+    shown = value.text or value.kind
+    try:
+        parse_numa(str(value.data) if isinstance(value.data, str) else shown)
+    except InputError:
+        listed_words = listed((*NUMA_WORDS, "node N"))
+        hint = did_you_mean(shown, NUMA_WORDS) or f"; it is one of {listed_words}"
+        value.where.fail(f"experts: unknown numa '{shown}'{hint}")
+    return str(value.data)
 
 
 def _word(value: Value | None, key: str, words: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hetero.core import InputError
 from hetero.formats import parse_format, valid_formats
 from hetero.rules import load_rules
-from hetero.rules.options import BACKENDS, ISAS, NUMA, schemas_for
+from hetero.rules.options import BACKENDS, ISAS, schemas_for
 from tests.unit.rules_tree import GOOD, MOE, REST, place, tree, write
 
 EXPERTS = "{op: moe, experts: {format: int4}}"
@@ -157,7 +157,7 @@ MISTAKES = {
     "unknown numa": (
         "{format: int4}",
         "{numa: true}",
-        "4: rule 1 'experts': experts: unknown numa 'true'; it is one of split, off",
+        "4: rule 1 'experts': experts: unknown numa 'true'; it is one of split, replicate, off, node N",
     ),
     "threads": (
         "{format: int4}",
@@ -275,7 +275,9 @@ def test_every_format_is_accepted(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "word"),
-    [("isa", w) for w in ISAS] + [("numa", w) for w in NUMA] + [("backend", w) for w in BACKENDS],
+    [("isa", w) for w in ISAS]
+    + [("numa", w) for w in ("split", "replicate", "off", "node 0", "node 12")]
+    + [("backend", w) for w in BACKENDS],
 )
 def test_every_word_is_accepted(tmp_path: Path, key: str, word: str) -> None:
     block = next(place(write(tmp_path, GOOD.replace("format: int4", f"{key}: {word}"))).replacements())
