@@ -11,6 +11,7 @@ namespace {
 
 struct Avx512 {
   static constexpr int kLanes = 16;
+  static constexpr int kGemvBlocks = 2, kMaxSums = 8;
   static constexpr int kFloatRows = 4, kFloatUnits = 2;
   using F = __m512;
   using I = __m512i;

@@ -8,7 +8,8 @@
 //   bf_even(p) bf_odd(p) first / second bf16 of each 4-byte lane -> F
 //   decode<Format>(p)    4 or 8 steps of 64 bytes from p, kLanes lanes of each -> W
 //   dot<Format>(w, a, sum) dot of 32 activations at a with each lane, zero point subtracted; `sum` is theirs
-//   kGemmRows            rows of activations done at a time by the GEMM of the quantised formats
+//   kGemvBlocks          blocks that the GEMV of the quantised formats streams at a time, where their sums
+//   kMaxSums             (one per block half and row) fit so many registers
 //   kFloatRows, kFloatUnits  the same for f32 and bf16, and how many columns of kLanes rows
 //   prefetch(p) prefetch_far(p)  into the first and the second cache
 #pragma once
@@ -20,77 +21,97 @@ namespace {
 
 // Bytes that weights are fetched ahead: the float kernels and the tiles into the first cache at once, the
 // quantised kernels into the second cache first (docs/perf.md has the measurements).
-constexpr int64_t kAhead = 2048, kNear = 1024, kFar = 6144;
+constexpr int64_t kAhead = 2048, kNear = 1024, kFar = 3072;
 
 inline int64_t group_bytes(int format) { return format == kInt8 ? 512 : 256; }
 
-template <class P, int Format, int M>
+// M rows against U consecutive blocks, whose bytes arrive as U streams. Far fetches end at `stop`.
+template <class P, int Format, int M, int U>
 inline void quant_tile(const uint8_t* w, const uint8_t* stop, const Layout* layout, const Rows* x, int64_t m0,
                        float* y, int64_t ldy) {
   constexpr int kHalves = kBlockRows / P::kLanes;
+  constexpr int kUnits = U * kHalves;
   constexpr int64_t kBytes = Format == kInt8 ? 512 : 256;
   const int64_t groups = layout->k_pad / kActGroup;
   const int64_t inner = layout->group / kActGroup;
   const int8_t* q = x->q + m0 * layout->k_pad;
   const float* scale_a = x->scale + m0 * groups;
   const int32_t* sum = x->sum + m0 * groups;
-  const uint16_t* scale = reinterpret_cast<const uint16_t*>(w + layout->scale_offset);
-  const uint16_t* minimum = reinterpret_cast<const uint16_t*>(w + layout->min_offset);
-  typename P::F acc[kHalves][M];
-  for (int h = 0; h < kHalves; h++)
-    for (int m = 0; m < M; m++) acc[h][m] = P::zero();
-  for (int64_t g = 0; g < groups;) {
-    typename P::F scale_w[kHalves], min_w[kHalves];
-    for (int h = 0; h < kHalves; h++) {
-      scale_w[h] = P::half(scale + h * P::kLanes);
-      if (Format == kInt4a) min_w[h] = P::half(minimum + h * P::kLanes);
+  const uint8_t* scales = w + layout->scale_offset;
+  const uint8_t* minima = w + layout->min_offset;
+  typename P::F acc[kUnits][M];
+  for (int u = 0; u < kUnits; u++)
+    for (int m = 0; m < M; m++) acc[u][m] = P::zero();
+  for (int64_t g = 0; g < groups; scales += 2 * kBlockRows, minima += 2 * kBlockRows) {
+    typename P::F scale_w[kUnits], min_w[kUnits];
+    for (int u = 0; u < kUnits; u++) {
+      const int64_t at = u / kHalves * layout->block_bytes + u % kHalves * P::kLanes * 2;
+      scale_w[u] = P::half(reinterpret_cast<const uint16_t*>(scales + at));
+      if (Format == kInt4a) min_w[u] = P::half(reinterpret_cast<const uint16_t*>(minima + at));
     }
-    P::prefetch(scale + kBlockRows * 8);
-    scale += kBlockRows;
-    minimum += kBlockRows;
-    for (const int64_t end = g + inner; g < end; g++, w += kBytes) {
-      for (int64_t line = 0; line < kBytes; line += 64) P::prefetch(w + kNear + line);
-      if (w < stop)
-        for (int64_t line = 0; line < kBytes; line += 64) P::prefetch_far(w + kFar + line);
-      for (int h = 0; h < kHalves; h++) {
-        const typename P::W codes = P::template decode<Format>(w + h * P::kLanes * 4);
+    for (int u = 0; u < U; u++) P::prefetch(scales + u * layout->block_bytes + 256);
+    for (const int64_t end = g + inner; g < end; g++, w += kBytes)
+#pragma GCC unroll 4
+      for (int u = 0; u < kUnits; u++) {
+        const uint8_t* codes_at = w + u / kHalves * layout->block_bytes + u % kHalves * P::kLanes * 4;
+        if (u % kHalves == 0) {
+          for (int64_t line = 0; line < kBytes; line += 64) P::prefetch(codes_at + kNear + line);
+          if (w < stop)
+            for (int64_t line = 0; line < kBytes; line += 64) P::prefetch_far(codes_at + kFar + line);
+        }
+        const typename P::W codes = P::template decode<Format>(codes_at);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
           const typename P::I dot =
               P::template dot<Format>(codes, q + m * layout->k_pad + g * kActGroup, sum[m * groups + g]);
           const typename P::F a = P::set1(scale_a[m * groups + g]);
-          acc[h][m] = P::fma(P::to_float(dot), P::mul(scale_w[h], a), acc[h][m]);
+          acc[u][m] = P::fma(P::to_float(dot), P::mul(scale_w[u], a), acc[u][m]);
           if (Format == kInt4a)
-            acc[h][m] =
-                P::fma(P::set1(static_cast<float>(sum[m * groups + g])), P::mul(min_w[h], a), acc[h][m]);
+            acc[u][m] =
+                P::fma(P::set1(static_cast<float>(sum[m * groups + g])), P::mul(min_w[u], a), acc[u][m]);
         }
       }
-    }
   }
-  for (int h = 0; h < kHalves; h++)
-    for (int m = 0; m < M; m++) P::store(y + (m0 + m) * ldy + h * P::kLanes, acc[h][m]);
+  for (int u = 0; u < kUnits; u++)
+    for (int m = 0; m < M; m++) P::store(y + (m0 + m) * ldy + u * P::kLanes, acc[u][m]);
 }
 
-// One block against `rows` rows, at most Max, from m0. Far fetches end at `stop`.
-template <class P, int Format, int Max>
+// U blocks against `rows` rows, at most Max, from m0.
+template <class P, int Format, int Max, int U>
 inline void quant_rows(int64_t rows, const uint8_t* w, const uint8_t* stop, const Layout* layout,
                        const Rows* x, int64_t m0, float* y, int64_t ldy) {
   if constexpr (Max > 1) {
-    if (rows < Max) return quant_rows<P, Format, Max - 1>(rows, w, stop, layout, x, m0, y, ldy);
+    if (rows < Max) return quant_rows<P, Format, Max - 1, U>(rows, w, stop, layout, x, m0, y, ldy);
   }
-  quant_tile<P, Format, Max>(w, stop, layout, x, m0, y, ldy);
+  if constexpr (Max * U * kBlockRows / P::kLanes <= P::kMaxSums) {
+    quant_tile<P, Format, Max, U>(w, stop, layout, x, m0, y, ldy);
+  } else {
+    for (int u = 0; u < U; u++)
+      quant_tile<P, Format, Max, 1>(w + u * layout->block_bytes, stop, layout, x, m0, y + u * kBlockRows,
+                                    ldy);
+  }
 }
 
+// GEMV kernels (MaxRows up to 4) stream kGemvBlocks blocks at a time.
 template <class P, int Format, int MaxRows>
 void quant_kernel(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y,
                   int64_t ldy, void*) {
-  const int64_t bytes = blocks * layout->block_bytes;
-  const uint8_t* stop = w + (bytes > kFar ? bytes - kFar : 0);  // no far fetch beyond the last block
-  for (int64_t b = 0; b < blocks; b++, w += layout->block_bytes, y += kBlockRows)
-    for (int64_t m = 0; m < x->rows; m += MaxRows) {
-      const int64_t rows = x->rows - m < MaxRows ? x->rows - m : MaxRows;
-      quant_rows<P, Format, MaxRows>(rows, w, stop, layout, x, m, y, ldy);
-    }
+  constexpr int kWide = MaxRows <= 4 ? P::kGemvBlocks : 1;
+  const int64_t bytes = blocks * layout->block_bytes, far = kFar + (kWide - 1) * layout->block_bytes;
+  const uint8_t* stop = w + (bytes > far ? bytes - far : 0);  // no far fetch beyond the last block
+  int64_t b = 0;
+  for (; b + kWide <= blocks; b += kWide)
+    for (int64_t m = 0; m < x->rows; m += MaxRows)
+      quant_rows<P, Format, MaxRows, kWide>(x->rows - m < MaxRows ? x->rows - m : MaxRows,
+                                            w + b * layout->block_bytes, stop, layout, x, m,
+                                            y + b * kBlockRows, ldy);
+  if constexpr (kWide > 1) {
+    for (; b < blocks; b++)
+      for (int64_t m = 0; m < x->rows; m += MaxRows)
+        quant_rows<P, Format, MaxRows, 1>(x->rows - m < MaxRows ? x->rows - m : MaxRows,
+                                          w + b * layout->block_bytes, stop, layout, x, m, y + b * kBlockRows,
+                                          ldy);
+  }
 }
 
 // Units are columns of kLanes output rows; unit u of a block pair starts at block u * kLanes / 16.

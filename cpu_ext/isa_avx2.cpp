@@ -10,6 +10,7 @@ namespace {
 
 struct Avx2 {
   static constexpr int kLanes = 8;
+  static constexpr int kGemvBlocks = 2, kMaxSums = 4;
   static constexpr int kFloatRows = 2, kFloatUnits = 2;
   using F = __m256;
   using I = __m256i;

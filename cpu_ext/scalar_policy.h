@@ -34,6 +34,7 @@ inline float half_to_float(uint16_t half) {
 
 struct Scalar {
   static constexpr int kLanes = 16;
+  static constexpr int kGemvBlocks = 1, kMaxSums = 4;
   static constexpr int kFloatRows = 2, kFloatUnits = 1;
   struct F {
     float v[16];
