@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero.report.schema import Cell, Report, Sample, Sweep, ThreadPoint, interval
+from hetero.report.schema import ENOUGH_ROUNDS, Cell, Report, Sample, Sweep, ThreadPoint, interval
 
 _WORTH = 0.02  # differences below this share are not worth a sentence, however sure
 _MEMORY_BOUND = 0.8  # share of plain reads from which decode waits for memory
@@ -21,12 +21,13 @@ class Ratio:
     median: float
     low: float
     high: float
+    rounds: int
 
     @property
     def sure(self) -> bool:
         """Whether the difference is larger than its spread and worth telling."""
         away = abs(self.median - 1)
-        outside = self.low > 1 or self.high < 1
+        outside = self.rounds >= ENOUGH_ROUNDS and (self.low > 1 or self.high < 1)
         return outside and away > (self.high - self.low) / 2 and away >= _WORTH
 
     def __str__(self) -> str:
@@ -37,9 +38,14 @@ def ratio(longer: Sample, shorter: Sample) -> Ratio:
     """Of samples taken in turns, round by round; of others, of their medians with their intervals."""
     if len(longer.rounds) == len(shorter.rounds):
         values = [a / b for a, b in zip(longer.rounds, shorter.rounds, strict=True)]
-        return Ratio(statistics.median(values), *interval(values))
+        return Ratio(statistics.median(values), *interval(values), len(values))
     (a_low, a_high), (b_low, b_high) = longer.interval, shorter.interval
-    return Ratio(longer.median / shorter.median, a_low / b_high, a_high / b_low)
+    return Ratio(
+        longer.median / shorter.median,
+        a_low / b_high,
+        a_high / b_low,
+        min(len(longer.rounds), len(shorter.rounds)),
+    )
 
 
 def advise(report: Report) -> list[str]:
@@ -63,6 +69,12 @@ def advise(report: Report) -> list[str]:
     return told
 
 
+def _rate(report: Report, cell: Cell) -> str:
+    layers = report.shape.layers
+    of = f"{layers} layers" if layers > 1 else "1 layer"
+    return f"at most {report.bound(cell):,.4g} tokens/s from the experts of {of}"
+
+
 def _fastest(cells: Sequence[Cell]) -> Cell:
     return min(cells, key=lambda c: c.seconds.median)
 
@@ -78,11 +90,12 @@ def _noise(report: Report) -> list[str]:
     if spread > _NOISY:
         told.append(
             f"The machine was busy: results vary by {spread:.0%} either way from round to round. Shares and "
-            "comparisons are of the same rounds and hold better than absolute figures; repeat when it is quiet."
+            "comparisons are of the same rounds and hold better than absolute figures; repeat when it is "
+            "quiet."
         )
-    if rounds < 3:
+    if rounds < ENOUGH_ROUNDS:
         told.append(
-            "Some results have fewer than three rounds: a longer --budget makes their comparisons certain."
+            "Some results have fewer than three rounds, too few to compare them: take a longer --budget."
         )
     return told
 
@@ -90,8 +103,8 @@ def _noise(report: Report) -> list[str]:
 def _isa_sentence(report: Report, what: str, cells: Sequence[Cell]) -> str:
     best = _fastest(cells)
     text = (
-        f"{what} ({_tokens(best.tokens)}, {best.format}): {best.isa} takes {best.seconds.median * 1e3:.3g} ms "
-        f"a layer, {report.bound(best):.3g} tokens/s for {report.shape.layers} layers of experts alone."
+        f"{what} ({_tokens(best.tokens)}, {best.format}): {best.isa} takes "
+        f"{best.seconds.median * 1e3:.3g} ms a layer, {_rate(report, best)}."
     )
     ties = []
     for other in sorted(cells, key=lambda c: c.seconds.median):
@@ -102,10 +115,12 @@ def _isa_sentence(report: Report, what: str, cells: Sequence[Cell]) -> str:
             text += f" {other.isa} takes {difference} as long."
         elif set(other.kernels) == set(best.kernels):
             ties.append(f"{other.isa} runs the same kernels")
+        elif difference.rounds < ENOUGH_ROUNDS:
+            ties.append(f"{other.isa} ({difference.median:.2f} x) has too few rounds to be compared")
         else:
             ties.append(f"{other.isa} does not differ by more than the spread ({difference})")
     if ties:
-        text += f" {'; '.join(ties)}: there `isa: auto` is as good a choice."
+        text += f" {'; '.join(ties)}."
     return text
 
 
@@ -181,7 +196,7 @@ def _batch(report: Report, fmt: str, isa: str) -> list[str]:
         return []
     cost = ratio(four.seconds, one.seconds)
     return [
-        f"4 tokens at once take {cost.median:.2f} x the time of one and read {four.bytes / one.bytes:.2f} x "
+        f"4 tokens at once take {cost} the time of one and read {four.bytes / one.bytes:.2f} x "
         f"the experts ({isa}, {fmt}, every expert equally likely)."
     ]
 
@@ -190,10 +205,13 @@ def _threads(sweep: Sweep) -> str:
     """The least threads that come near the best, for decode and for prefill."""
     decode = _enough(sweep.points, [p.decode_s for p in sweep.points])
     prefill = _enough(sweep.points, [p.prefill_s for p in sweep.points])
+    spread = max(s.spread for p in sweep.points for s in (p.decode_s, p.prefill_s))
     most = max(p.threads for p in sweep.points)
     if len(sweep.points) == 1:
         return f"Threads: only {most} can be used here."
     text = f"Threads: {decode} for decode, {prefill} for prefill ({sweep.prefill_tokens} tokens)"
+    if spread > _NOISY:
+        return f"{text} were the best of {most}, but a spread of {spread:.0%} hides smaller gains."
     if max(decode, prefill) < most:
         return f"{text}: more, up to {most}, gain nothing measurable. Set `threads: {max(decode, prefill)}`."
     return f"{text}, of {most} tried."
@@ -202,8 +220,7 @@ def _threads(sweep: Sweep) -> str:
 def _enough(points: Sequence[ThreadPoint], samples: Sequence[Sample]) -> int:
     best = min(range(len(points)), key=lambda i: samples[i].median)
     for point, sample in sorted(zip(points, samples, strict=True), key=lambda pair: pair[0].threads):
-        slower = ratio(sample, samples[best])
-        if slower.median <= 1 / _NEAR_BEST or not slower.sure:
+        if ratio(sample, samples[best]).median <= 1 / _NEAR_BEST:
             return point.threads
     return points[best].threads
 

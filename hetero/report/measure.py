@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ from hetero.core import ExpertSpec, MachineError
 from hetero.cpu import CpuExperts, Part
 from hetero.formats import Format, expert_bytes
 from hetero.hw import memory
-from hetero.report.schema import Cell, Peak, Sample, Sweep, ThreadPoint, Weights
+from hetero.report.schema import ENOUGH_ROUNDS, Cell, Peak, Sample, Sweep, ThreadPoint, Weights
 
 PACKED = 4
 """Experts that are really packed; the others repeat their bytes, which costs reads the same."""
@@ -60,7 +61,10 @@ def make_step(spec: ExpertSpec, tokens: int, generator: torch.Generator) -> Step
 class Layers:
     """Packed experts of one format, as many layers in turn as leave the caches behind and fit the limit."""
 
-    def __init__(self, spec: ExpertSpec, fmt: Format, limit: int, l3: int | None) -> None:
+    def __init__(
+        self, spec: ExpertSpec, fmt: Format, limit: int, l3: int | None, seconds: float = math.inf
+    ) -> None:
+        """Packing stops after about ``seconds``, but not before the first layer."""
         self.format = fmt
         self.expert_bytes = expert_bytes(
             fmt, spec.hidden, spec.intermediate, has_gate=spec.has_gate, has_bias=spec.has_bias
@@ -76,7 +80,10 @@ class Layers:
         wanted = -(-_TIMES_L3 * (l3 or 0) // one)
         count = max(1, min(wanted, limit // one))
         generator = torch.Generator().manual_seed(1)
-        self.layers = [_random_experts(self.spec, fmt, generator) for _ in range(count)]
+        budget = Budget(seconds)
+        self.layers = [_random_experts(self.spec, fmt, generator)]
+        while len(self.layers) < count and budget.left > 0:
+            self.layers.append(_random_experts(self.spec, fmt, generator))
         self._turn = 0
         self._read_at = 0
 
@@ -221,13 +228,15 @@ def measure_cell(
     peaks: Peaks,
     *,
     seconds: float,
+    budget: Budget,
     most_rounds: int,
     generator: torch.Generator,
 ) -> list[Cell]:
     """Steps of ``tokens`` tokens on every instruction set, in turns, within about ``seconds``.
 
     A round reads plainly, runs the peak loop of each set and the same steps on each; its first set changes
-    from round to round. There is at least one round after the warm-up.
+    from round to round. There is at least one round after the warm-up; ``ENOUGH_ROUNDS`` may take more than
+    ``seconds``, but not more than ``budget`` has left.
     """
     spec = layers.spec
     turns: dict[str, _Turn] = {}
@@ -243,9 +252,10 @@ def measure_cell(
     per_round = max(1, min(_MOST_STEPS, 64 // tokens, int(seconds / most_rounds / round_s)))
     reads: list[float] = []
     distinct: list[int] = []
-    budget = Budget(seconds)
+    share = Budget(seconds)
     for number in range(most_rounds):
-        if number and budget.left < round_s * per_round:
+        limit = budget if number < ENOUGH_ROUNDS else share
+        if number and limit.left < round_s * per_round:
             break
         steps = [make_step(spec, tokens, generator) for _ in range(per_round)]
         distinct += [s.distinct for s in steps]

@@ -18,7 +18,18 @@ from hetero.hw import memory
 from hetero.hw.caches import l3_bytes
 from hetero.report.advice import advise
 from hetero.report.measure import Budget, Layers, Peaks, measure_cell, measure_sweep, step_ops
-from hetero.report.schema import Cell, Machine, Report, Sample, Settings, Shape, Sweep, Versions, Weights
+from hetero.report.schema import (
+    ENOUGH_ROUNDS,
+    Cell,
+    Machine,
+    Report,
+    Sample,
+    Settings,
+    Shape,
+    Sweep,
+    Versions,
+    Weights,
+)
 from hetero.report.shapes import find_shape
 
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024)
@@ -27,7 +38,6 @@ QUICK_TOKENS = (1, 4, 256)
 MOST_MEMORY = 8 * 2**30
 _SWEEP_TOKENS = 64  # of the prefill point of the thread sweep
 _ROUNDS = 15
-_ENOUGH_ROUNDS = 3  # fewer only where the budget has no room for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +140,12 @@ class _Profile:
     def _format(self, fmt: Format, budget: Budget) -> None:
         options = self.options
         self.progress(f"{fmt}: packing")
-        layers = Layers(options.spec, fmt, options.memory_bytes, self.l3)
+        layers = Layers(options.spec, fmt, options.memory_bytes, self.l3, budget.left * 0.25)
         if layers.spec.num_experts < options.spec.num_experts:
             self.notes.append(
                 f"{fmt}: measured on {layers.spec.num_experts} of {options.spec.num_experts} experts, "
-                f"which is what {memory.gib(options.memory_bytes)} hold (--memory): steps of many tokens touch fewer "
-                "experts, with more rows each, than the model's would."
+                f"which is what {memory.gib(options.memory_bytes)} hold (--memory): steps of many tokens "
+                "touch fewer experts, with more rows each, than the model's would."
             )
         reads = [layers.read()]
         while len(reads) < 5 and budget.left > 0:
@@ -151,13 +161,13 @@ class _Profile:
                 most_rounds=9,
                 generator=self.generator,
             )
-        left_out = []
+        left_out: dict[tuple[str, ...], list[str]] = {}
         order = _by_value(options.tokens)
         for number, tokens in enumerate(order):
             isas = self._affordable(layers, tokens, reads[0], budget.left)
-            missing = [isa for isa in options.isas if isa not in isas]
+            missing = tuple(isa for isa in options.isas if isa not in isas)
             if missing:
-                left_out.append(f"{tokens} tokens on {', '.join(missing)}")
+                left_out.setdefault(missing, []).append(str(tokens))
             if not isas:
                 continue
             self.progress(f"{fmt}: {tokens} tokens")
@@ -167,13 +177,13 @@ class _Profile:
                 isas,
                 self.peaks,
                 seconds=max(0.02, budget.left / (len(order) - number)),
+                budget=budget,
                 most_rounds=_ROUNDS,
                 generator=self.generator,
             )
         if left_out:
-            self.notes.append(
-                f"The budget of {options.budget_s:g} s left out of {fmt}: {'; '.join(left_out)}."
-            )
+            parts = [f"{', '.join(counts)} tokens on {', '.join(isas)}" for isas, counts in left_out.items()]
+            self.notes.append(f"The budget of {options.budget_s:g} s left out of {fmt}: {'; '.join(parts)}.")
         self.weights.append(layers.describe(self.l3, reads))
 
     def _affordable(self, layers: Layers, tokens: int, read_gb_s: float, left: float) -> list[str]:
@@ -191,7 +201,7 @@ class _Profile:
             ]
             # Without a step to go by, take a third of the peak.
             step = max(reading, min(known, default=3 * ops / peak / 1e12))
-            left -= step * (2 + _ENOUGH_ROUNDS)
+            left -= step * (2 + ENOUGH_ROUNDS)
             if left < 0:
                 break
             chosen.append(isa)

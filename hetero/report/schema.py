@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hetero.core import InputError
 
+ENOUGH_ROUNDS = 3
+"""Fewer rounds show no spread, so that nothing is compared by them."""
+
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -44,6 +47,11 @@ class Sample(Model):
         """Half of the interval, relative to the median."""
         low, high = self.interval
         return (high - low) / 2 / self.median
+
+    @property
+    def shown_spread(self) -> str:
+        """The spread for a table; fewer than three rounds show none."""
+        return f"{self.spread:.0%}" if len(self.rounds) >= ENOUGH_ROUNDS else "?"
 
 
 class Machine(Model):

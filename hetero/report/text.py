@@ -20,8 +20,8 @@ def show(report: Report, console: Console | None = None) -> None:
     _line(console, f"{m.cpu}, {report.settings.threads} threads of {m.physical_cores} cores, {report.date}")
     _line(
         console,
-        f"{shape.name}: {shape.layers} layers of {shape.experts} experts, {shape.hidden} x "
-        f"{shape.intermediate}, {shape.top_k} a token",
+        f"{shape.name}: {shape.layers} layer{'s' if shape.layers > 1 else ''} of {shape.experts} experts, "
+        f"{shape.hidden} x {shape.intermediate}, {shape.top_k} a token",
     )
     console.print()
     console.print(_peaks(report))
@@ -78,7 +78,7 @@ def _peaks(report: Report) -> Table:
             peak.instruction,
             peak.isa,
             f"{peak.tops.median:.3g}",
-            f"{peak.tops.spread:.0%}",
+            peak.tops.shown_spread,
             f"{peak.clock_ghz.median:.2f}",
         )
     return table
@@ -115,7 +115,7 @@ def _format(report: Report, fmt: str) -> Table:
             str(cell.tokens),
             cell.isa,
             f"{cell.seconds.median * 1e3:.3g}",
-            f"{cell.seconds.spread:.0%}",
+            cell.seconds.shown_spread,
             f"{cell.gb_s:.3g}",
             f"{cell.read_share:.0%}",
             f"{cell.tops:.3g}",
@@ -142,8 +142,8 @@ def _sweep(report: Report) -> Table:
     for p in sweep.points:
         table.add_row(
             str(p.threads),
-            f"{p.read_gb_s.median:.3g} ±{p.read_gb_s.spread:.0%}",
-            f"{sweep.decode_bytes / p.decode_s.median / 1e9:.3g} ±{p.decode_s.spread:.0%}",
-            f"{sweep.prefill_ops / p.prefill_s.median / 1e12:.3g} ±{p.prefill_s.spread:.0%}",
+            f"{p.read_gb_s.median:.3g} ±{p.read_gb_s.shown_spread}",
+            f"{sweep.decode_bytes / p.decode_s.median / 1e9:.3g} ±{p.decode_s.shown_spread}",
+            f"{sweep.prefill_ops / p.prefill_s.median / 1e12:.3g} ±{p.prefill_s.shown_spread}",
         )
     return table
