@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +22,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from hetero._cpu import kernels
 from hetero.formats import BLOCK_ROWS, Format, block_bytes, parse_format
+from hetero.hw.cpu import identity
 from hetero.quant.pack import quantise
 
 GEMV_FORMATS = ("int4", "int4a", "int8", "int8 g128", "bf16", "f32")
@@ -139,14 +140,6 @@ def gemm(tables: list[str], buffer: np.ndarray) -> list[dict[str, object]]:
     return results
 
 
-def processor() -> str:
-    """Name of the processor, for the record only."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
 def show(results: dict[str, list[dict[str, object]]]) -> None:
     print(f"{'GEMV':28} rows threads   GB/s  of a plain read")
     for r in results["gemv"]:
@@ -189,12 +182,7 @@ def main() -> None:
     }
     show(results)
     if options.json:
-        machine = {
-            "processor": processor(),
-            "cpus": len(os.sched_getaffinity(0)),
-            "system": platform.platform(),
-        }
-        record = {"machine": machine, "when": time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())} | results
+        record = {"machine": identity(), **results}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
