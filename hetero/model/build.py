@@ -19,6 +19,7 @@ from torch import nn
 from hetero.core import MOE_BLOCK, ExpertSpec, HeteroError, InputError, ModuleInfo
 from hetero.model import hf
 from hetero.model.config import choose_class, load_config
+from hetero.model.moe_types import expert_spec, mark_experts
 
 __all__ = [
     "TOWER",
@@ -56,6 +57,7 @@ def build_meta(config: hf.Config, dtype: torch.dtype = torch.float32) -> nn.Modu
     except Exception as error:  # whatever a constructor says to fields that do not go together
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"the configuration does not build a {chosen.cls.__name__}: {reason}") from error
+    mark_experts(model)
     model.eval()
     model.requires_grad_(False)
     model.checkpoint_prefix = chosen.checkpoint_prefix
@@ -174,8 +176,6 @@ def is_experts(module: nn.Module) -> bool:
 
 def find_moe(model: Any) -> list[MoeSite]:
     """Every MoE block of the tree, in the order of the tree."""
-    from hetero.model.moe_types import expert_spec
-
     sites = []
     for name, module in model.named_modules():
         if is_experts(module):

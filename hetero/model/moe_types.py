@@ -21,7 +21,6 @@ REFUSED: dict[str, str] = {
     "longcat_flash": "its experts are outside transformers' experts interface",
     "nllb-moe": "it is an encoder-decoder",
     "openai_privacy_filter": "it classifies tokens and is not a causal language model",
-    "step3p7": "its experts are outside transformers' experts interface",
     "switch_transformers": "it is an encoder-decoder",
 }
 _PARTS = {"llama4_text": "llama4", "diffusion_gemma_text": "diffusion_gemma"}
@@ -42,6 +41,24 @@ def check_type(model_type: str) -> None:
     reason = refusal(model_type)
     if reason is not None:
         raise InputError(f"model_type {model_type!r} is not supported: {reason}")
+
+
+# Experts classes with the parameters and the call of the interface, but without its marks: name -> marks.
+_UNMARKED: dict[str, dict[str, bool]] = {
+    "Step3p7Experts": {
+        "has_gate": True,
+        "has_bias": False,
+        "is_transposed": False,
+        "is_concatenated": True,
+    },
+}
+
+
+def mark_experts(model: nn.Module) -> None:
+    """Give experts that only lack the marks of transformers' interface these marks."""
+    for module in model.modules():
+        for flag, value in _UNMARKED.get(type(module).__name__, {}).items():
+            setattr(module, flag, value)
 
 
 # Spellings of "experts a token is sent to" in configurations.

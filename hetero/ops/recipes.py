@@ -64,11 +64,13 @@ _ROUTER_BLOCKS = """
     JambaSparseMoeBlock PhimoeSparseMoeBlock
 """
 
+_SCALED_BLOCKS = "BeamMoE LagunaSparseMoeBlock MiniMaxM3VLSparseMoeBlock Step3p7SparseMoeBlock"
+
 # Class name of a block -> how it is wired.
 RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(_PLAIN_BLOCKS.split(), _PLAIN),
     **dict.fromkeys(_ROUTER_BLOCKS.split(), _ROUTER),
-    **dict.fromkeys(["BeamMoE", "LagunaSparseMoeBlock", "MiniMaxM3VLSparseMoeBlock"], _SCALED),
+    **dict.fromkeys(_SCALED_BLOCKS.split(), _SCALED),
     "AXK1MoE": Recipe(norm="post_mlp_layernorm"),
     "AfmoeSparseMoeBlock": replace(_ROUTER, router_attrs=("expert_bias",), router_unflattened=True),
     "Cohere2MoeSparseMoeBlock": Recipe(strategy="shared_expert_combination_strategy"),
