@@ -98,21 +98,21 @@ def profile(
 
 def _tell(report: Report, others: list[Report], json_to: str | None, html_to: Path | None) -> None:
     text = report.model_dump_json(indent=1)
+    if json_to == "-":
+        typer.echo(text)
+    else:
+        from hetero.report.text import show, show_comparison
+
+        show(report)
+        if others:
+            show_comparison(report, others)
+        sys.stdout.flush()
+    if json_to not in (None, "-"):
+        _write(Path(json_to), text + "\n")
     if html_to is not None:
         from hetero.report.page import page
 
         _write(html_to, page([report, *others]))
-    if json_to == "-":
-        typer.echo(text)
-        return
-    if json_to is not None:
-        _write(Path(json_to), text + "\n")
-
-    from hetero.report.text import show, show_comparison
-
-    show(report)
-    if others:
-        show_comparison(report, others)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from hetero.report.schema import Cell, Report
@@ -49,8 +50,8 @@ def rooflines(reports: Sequence[Report], fmt: str) -> list[str]:
             top = max(peaks.values())
             corner = top / read
             plot.line([(x.low, x.low * read), (corner, top)], "roof memory")
-            at = (x.low * (y.low / (x.low * read) if x.low * read < y.low else 1)) * 1.6
-            plot.label((at, at * read), f"{number(read * 1e3)} GB/s", "small roof-label", dy=-12)
+            at = math.sqrt(max(x.low, y.low / read) * corner)  # the middle of what is seen of the slope
+            plot.label((at, at * read), f"{number(read * 1e3)} GB/s", "small roof-label", "end")
             for name, peak in sorted(peaks.items(), key=lambda p: p[1]):
                 plot.line([(peak / read, peak), (x.high, peak)], "roof")
                 plot.right_label(peak, f"{name} {number(peak)}", "small roof-label")

@@ -70,7 +70,7 @@ class Plot:
     x: Axis
     y: Axis
     alt: str
-    x_ticks: Sequence[float] | None = None
+    x_ticks: Sequence[int] | None = None
     _parts: list[str] = field(default_factory=list)
     _levels: list[float] = field(default_factory=list)  # heights taken at the right edge
     _labels: list[Point] = field(default_factory=list)  # places taken inside
@@ -101,14 +101,14 @@ class Plot:
             f'<path class="{style}" d="{_shape(shape, x, y)}"><title>{escape(hint)}</title></path>'
         )
 
-    def label(self, point: Point, text: str, style: str = "small", dy: float = -9) -> None:
+    def label(self, point: Point, text: str, style: str = "small", anchor: str = "middle") -> None:
         """A text above a point; left out where another text stands."""
         x, y = self._at(point)
         if any(abs(x - a) < 2 * _LINE and abs(y - b) < _LINE for a, b in self._labels):
             return
         self._labels.append((x, y))
         self._parts.append(
-            f'<text class="{style}" x="{x:.1f}" y="{y + dy:.1f}" text-anchor="middle">{escape(text)}</text>'
+            f'<text class="{style}" x="{x:.1f}" y="{y - 9:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
         )
 
     def right_label(self, height: float, text: str, style: str = "small") -> None:
@@ -128,7 +128,7 @@ class Plot:
         for tick in self.x.ticks() if self.x_ticks is None else self.x_ticks:
             x = self._at((tick, self.y.low))[0]
             grid.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>')
-            grid.append(_text(x, bottom + 17, number(tick), "middle"))
+            grid.append(_text(x, bottom + 17, number(tick) if self.x_ticks is None else str(tick), "middle"))
         for tick in self.y.ticks():
             y = self._at((self.x.low, tick))[1]
             grid.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
