@@ -29,7 +29,8 @@ class _Group(TyperGroup):
             sys.stdout.flush()
             return result
         except HeteroError as error:
-            terminal.note(f"hetero: {error}")
+            for line in str(error).splitlines():
+                terminal.note(f"hetero: {line}")
             raise typer.Exit(error.exit_code) from None
         except BrokenPipeError:
             # The reader has left, as `| head` does. Python would complain once more while it shuts down.

@@ -20,6 +20,7 @@ from hetero.rules.defaults import default_rules_for, shipped
 from hetero.rules.devices import parse_devices
 from hetero.rules.explain import DENSE_BYTES, Line, explain, group, human, totals
 from hetero.rules.migrate import migrate
+from hetero.rules.mistakes import Mistakes
 from hetero.rules.options import schemas_for
 from hetero.rules.source import did_you_mean, listed
 from hetero.rules.variables import parse_set
@@ -154,28 +155,36 @@ def _place(
     """Model type, placement and tree of a model under a rule file, or under the model's default one."""
     overrides = parse_set(sets or [])
     assumed = parse_devices(devices) if devices else None
-    ruleset = load_rules(file, overrides) if file is not None else None
+    mistakes = Mistakes()
+    ruleset = load_rules(file, overrides, mistakes) if file is not None else None
 
-    # Only here does torch start: all that needs no model is checked by now.
+    # Only here does torch start: a file that cannot be read at all has been told by now.
+    import torch
+
     from hetero.model.build import build_meta, describe
     from hetero.model.config import load_config
     from hetero.model.shapes import resolve_model
 
-    config_data = resolve_model(model).config
+    try:
+        config_data = resolve_model(model).config
+        modules = describe(build_meta(load_config(config_data), torch.float32))
+    except InputError:
+        mistakes.tell()
+        raise
     model_type = str(config_data.get("model_type", ""))
     there = assumed or _real_devices()
     if ruleset is None:
         has_gpu = any(device.startswith("cuda") for device in there)
-        ruleset = load_rules(default_rules_for(model_type, has_gpu), overrides)
-    import torch
-
-    modules = describe(build_meta(load_config(config_data), torch.float32))
-    placement = match(ruleset, modules, devices=there, ops=schemas_for(op_names()), model_type=model_type)
+        ruleset = load_rules(default_rules_for(model_type, has_gpu), overrides, mistakes)
+    ops = schemas_for(op_names())
+    placement = match(ruleset, modules, devices=there, ops=ops, model_type=model_type, mistakes=mistakes)
     for path, rule in {a.cls: a.rule for a in placement.replacements() if a.cls is not None}.items():
-        try:
-            load_class(path)
-        except InputError as error:
-            rule.replace.where.fail(str(error))
+        with mistakes:
+            try:
+                load_class(path)
+            except InputError as error:
+                rule.replace.where.fail(str(error))
+    mistakes.tell()
     return model_type, placement, modules
 
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hetero.core import MOE_BLOCK, InputError, ModuleInfo
+from hetero.core import MOE_BLOCK, ModuleInfo
 from hetero.rules.devices import check_device
-from hetero.rules.options import BUILTIN, OpSchema, find_schema
+from hetero.rules.mistakes import Mistakes
+from hetero.rules.options import BUILTIN, FOREIGN, OpSchema, find_schema
 from hetero.rules.placement import Assignment, Placement
 from hetero.rules.schema import Match, Rule, RuleSet
 from hetero.rules.source import listed
@@ -44,6 +45,7 @@ def match(
     ops: Mapping[str, OpSchema] = BUILTIN,
     model_type: str | None = None,
     strict: bool = True,
+    mistakes: Mistakes | None = None,
 ) -> Placement:
     """Place every module of a model.
 
@@ -51,50 +53,82 @@ def match(
     operators. ``model_type``: refused if the file claims others. Without ``strict``, a rule that places
     nothing is a note of the result instead of an error.
 
-    Raises InputError, with file, line and rule, for an unknown operator, option or device, a layer range
-    beyond the model, a rule that places nothing, a module without a rule.
+    Raises InputError, with file, line and rule, for every unknown operator, option or device, layer range
+    beyond the model and rule that matches nothing, and for those of ``mistakes``; where there are none of
+    these, for every rule that places nothing and for modules without a rule.
     """
+    mistakes = Mistakes() if mistakes is None else mistakes
     if model_type is not None and ruleset.models is not None and model_type not in ruleset.models:
-        raise InputError(
-            f"{ruleset.file}: the file is for {listed(ruleset.models)}, and the model is '{model_type}'; "
-            "a file of your own may extend it"
-        )
-    ready = [_prepare(rule, devices, ops) for rule in ruleset.rules]
-    for one in ready:
-        _check_layers(one.rule, modules)
-    assignments, uncovered = _walk(ready, modules)
+        claims = f"the file is for {listed(ruleset.models)}, and the model is '{model_type}'"
+        mistakes.add(ruleset.file, f"{claims}; a file of your own may extend it")
+        mistakes.tell()
+    ready: list[_Ready] = []
+    for rule in ruleset.rules:
+        with mistakes:
+            ready.append(_prepare(rule, devices, ops))
+        with mistakes:
+            _check_layers(rule, modules)
+            if strict and not (rule.optional or rule.inherited):
+                _check_matches(rule, ops, modules)
+    # What follows depends on all rules, so a mistake in one of them would be told as many.
+    mistakes.tell()
+    assignments, uncovered = _walk(ready, modules, mistakes)
     notes = []
     for one in ready:
-        if one.wins:
-            if one.rule.inherited:
-                check_device(one.rule.replace.device, one.rule.where, devices)
-            continue
-        if one.rule.inherited and (one.matched or one.rule.optional):
-            continue  # to be overridden is what an inherited rule is for
-        complaint = _complain(one, modules)
-        if strict and not (one.rule.optional or one.rule.inherited):
-            one.rule.where.fail(complaint)
-        notes.append(f"{one.rule.where}: {complaint}")
+        with mistakes:
+            notes += _unplaced(one, devices, modules, strict)
     if uncovered:
         some = listed(uncovered[:_SHOWN]) + (", ..." if len(uncovered) > _SHOWN else "")
-        raise InputError(
-            f"{ruleset.file}: {len(uncovered)} {_modules(len(uncovered))} without a rule: {some}; "
-            "end the file with a rule for name '.*'"
-        )
+        count = f"{len(uncovered)} {_modules(len(uncovered))} without a rule"
+        mistakes.add(ruleset.file, f"{count}: {some}; end the file with a rule for name '.*'")
+    mistakes.tell()
     return Placement(ruleset, tuple(assignments), tuple(notes))
 
 
 def _prepare(rule: Rule, devices: Sequence[str], ops: Mapping[str, OpSchema]) -> _Ready:
-    schema = find_schema(rule.replace, ops)
-    # An inherited rule may name a device that is not there, as long as it places nothing.
-    device = check_device(rule.replace.device, rule.where, None if rule.inherited else devices)
-    options = schema.parse(rule.replace, devices)
-    if rule.recursive and schema.needs_moe_block and rule.replace.op is not None:
-        rule.where.fail(
-            f"op '{rule.replace.op.data}' builds its whole block, so 'recursive: true' is not possible"
-        )
+    mistakes = Mistakes()
+    device = ""
+    options: Mapping[str, Any] = {}
+    with mistakes:
+        # An inherited rule may name a device that is not there, as long as it places nothing.
+        device = check_device(rule.replace.device, rule.where, None if rule.inherited else devices)
+    schema = FOREIGN
+    with mistakes:
+        schema = find_schema(rule.replace, ops)
+        options = schema.parse(rule.replace, devices)
+    with mistakes:
+        if rule.recursive and schema.needs_moe_block and rule.replace.op is not None:
+            rule.where.fail(
+                f"op '{rule.replace.op.data}' builds its whole block, so 'recursive: true' is not possible"
+            )
+    mistakes.tell()
     recursive = not schema.owns_subtree if rule.recursive is None else rule.recursive
     return _Ready(rule, schema, device, options, recursive)
+
+
+def _check_matches(rule: Rule, ops: Mapping[str, OpSchema], modules: Sequence[ModuleInfo]) -> None:
+    if not any(rule.match.matches(module) for module in modules):
+        rule.where.fail(_nothing(rule, _needs_block(rule, ops), modules))
+
+
+def _needs_block(rule: Rule, ops: Mapping[str, OpSchema]) -> bool:
+    op = rule.replace.op
+    return op is not None and op.data in ops and ops[op.data].needs_moe_block
+
+
+def _unplaced(one: _Ready, devices: Sequence[str], modules: Sequence[ModuleInfo], strict: bool) -> list[str]:
+    """Notes about a rule that places nothing. Raises RuleError where it must not."""
+    rule = one.rule
+    if one.wins:
+        if rule.inherited:
+            check_device(rule.replace.device, rule.where, devices)
+        return []
+    if rule.inherited and (one.matched or rule.optional):
+        return []  # to be overridden is what an inherited rule is for
+    complaint = _shadowed(one) if one.matched else _nothing(rule, one.schema.needs_moe_block, modules)
+    if strict and not (rule.optional or rule.inherited):
+        rule.where.fail(complaint)
+    return [f"{rule.where}: {complaint}"]
 
 
 def _check_layers(rule: Rule, modules: Sequence[ModuleInfo]) -> None:
@@ -107,13 +141,15 @@ def _check_layers(rule: Rule, modules: Sequence[ModuleInfo]) -> None:
         layers.where.fail(f"layers {layers.text} go beyond the model: {has}")
 
 
-def _walk(ready: list[_Ready], modules: Sequence[ModuleInfo]) -> tuple[list[Assignment], list[str]]:
+def _walk(
+    ready: list[_Ready], modules: Sequence[ModuleInfo], mistakes: Mistakes
+) -> tuple[list[Assignment], list[str]]:
     assignments: list[Assignment] = []
     uncovered: list[str] = []
     parents = {_parent(m.name) for m in modules if m.name}
     stops: dict[str, Assignment] = {}  # module -> the assignment that its whole subtree follows
     experts_on: dict[str, str] = {}  # experts modules and what lies in them -> their device
-    by_rule = {id(one.rule): one for one in ready}
+    refused: set[int] = set()  # rules whose first module that they cannot replace has been told
     for module in modules:
         above = stops.get(_parent(module.name)) if module.name else None
         matching = [one for one in ready if one.rule.match.matches(module)]
@@ -127,8 +163,13 @@ def _walk(ready: list[_Ready], modules: Sequence[ModuleInfo]) -> tuple[list[Assi
             first.wins += 1
             for one in matching[1:]:
                 _count(one.lost, first.rule.label)
+            if id(first) not in refused:
+                with mistakes:
+                    refused.add(id(first))
+                    _check_block(module, first)
+                    refused.remove(id(first))
             assignment = _assign(module, first)
-            if not by_rule[id(first.rule)].recursive:
+            if not first.recursive:
                 stops[module.name] = assignment
         else:
             if module.own_params or module.name not in parents:
@@ -138,13 +179,17 @@ def _walk(ready: list[_Ready], modules: Sequence[ModuleInfo]) -> tuple[list[Assi
     return assignments, uncovered
 
 
-def _assign(module: ModuleInfo, one: _Ready) -> Assignment:
+def _check_block(module: ModuleInfo, one: _Ready) -> None:
     rule = one.rule
     if one.schema.needs_moe_block and MOE_BLOCK not in module.classes and rule.replace.op is not None:
         rule.where.fail(
             f"op '{rule.replace.op.data}' replaces MoE blocks, and {module.name} is a {module.classes[0]}; "
             f"'class: {MOE_BLOCK}' in 'match' picks the blocks only"
         )
+
+
+def _assign(module: ModuleInfo, one: _Ready) -> Assignment:
+    rule = one.rule
     op = None if rule.replace.op is None else str(rule.replace.op.data)
     cls = None if rule.replace.cls is None else str(rule.replace.cls.data)
     return Assignment(module.name, rule, op, cls, one.device, one.options)
@@ -165,9 +210,7 @@ def _follow(module: ModuleInfo, above: Assignment, experts_on: dict[str, str]) -
     return Assignment(module.name, above.rule, None, None, device, {}, owner=above.module)
 
 
-def _complain(one: _Ready, modules: Sequence[ModuleInfo]) -> str:
-    if not one.matched:
-        return f"matched 0 modules{_why_nothing(one, modules)}"
+def _shadowed(one: _Ready) -> str:
     count = f"places nothing: the {one.matched} {_modules(one.matched)} that it matches "
     count = count.replace("the 1 module that it matches", "the module that it matches")
     if not one.inside:
@@ -182,9 +225,9 @@ def _tally(counts: Mapping[str, int]) -> str:
     return listed(f"{label} ({count})" for label, count in counts.items())
 
 
-def _why_nothing(one: _Ready, modules: Sequence[ModuleInfo]) -> str:
-    """Which condition fails, and what the model has that looks like it."""
-    match = one.rule.match
+def _nothing(rule: Rule, needs_block: bool, modules: Sequence[ModuleInfo]) -> str:
+    """That a rule matches nothing, which condition fails, and what the model has that looks like it."""
+    match = rule.match
     where = match.where
     parts = {
         "name": Match(where, name=match.name) if match.name is not None else None,
@@ -192,10 +235,10 @@ def _why_nothing(one: _Ready, modules: Sequence[ModuleInfo]) -> str:
         "layers": Match(where, layers=match.layers) if match.layers is not None else None,
     }
     alone = {key: sum(part.matches(m) for m in modules) for key, part in parts.items() if part is not None}
-    text = ""
+    text = "matched 0 modules"
     if len(alone) > 1:
-        text = ": " + listed(f"'{key}' alone matches {count}" for key, count in alone.items())
-    if one.schema.needs_moe_block:
+        text += ": " + listed(f"'{key}' alone matches {count}" for key, count in alone.items())
+    if needs_block:
         blocks = list(dict.fromkeys(_starred(m.name) for m in modules if MOE_BLOCK in m.classes))
         return text + (
             f"; the MoE blocks are {listed(blocks[:_SHOWN])}" if blocks else "; the model has no MoE block"

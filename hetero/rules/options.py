@@ -10,12 +10,14 @@ from hetero.core import InputError
 from hetero.formats import parse_format
 from hetero.hw.placement import NUMA_WORDS, parse_numa
 from hetero.rules.devices import check_device
+from hetero.rules.mistakes import Mistakes
 from hetero.rules.schema import EXPERT_KEYS, Replace, check_keys
 from hetero.rules.source import Value, did_you_mean, listed
 
 DEFAULT_FORMAT = "int8"
 ISAS = ("auto", "scalar", "avx2", "avx512", "amx")
-BACKENDS = ("native", "torch")
+BACKENDS = ("native", "torch", "kt_kernel")
+_KT_FORMATS = ("bf16", "int8 g32", "int4 g32")
 _MAX_THREADS = 4096
 
 # Replace, devices that exist -> complete options.
@@ -35,37 +37,42 @@ class OpSchema:
 
 def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
     """``experts: {device, format, isa, numa, threads, backend}``, defaults filled in."""
-    if replace.kwargs is not None:
-        replace.kwargs.where.fail("op 'moe' takes no 'kwargs'; its options stand under 'experts'")
+    mistakes = Mistakes()
+    with mistakes:
+        if replace.kwargs is not None:
+            replace.kwargs.where.fail("op 'moe' takes no 'kwargs'; its options stand under 'experts'")
     experts = replace.experts or Value({}, replace.where)
-    check_keys(experts, "'experts'", ("device", *EXPERT_KEYS))
+    with mistakes:
+        check_keys(experts, "'experts'", ("device", *EXPERT_KEYS))
     get = experts.mapping("'experts'").get
-    device = check_device(get("device"), experts.where, devices, "experts: device")
-    if device != "cpu":
-        # Tiers of experts on a GPU are not written yet; a rule must not promise them.
-        (get("device") or experts).where.fail(f"experts on '{device}' are not supported; write 'device: cpu'")
-    backend = _word(get("backend"), "backend", BACKENDS)
-    fmt = _format(get("format"), DEFAULT_FORMAT if backend == "native" else "f32")
-    if backend == "torch" and str(parse_format(fmt)) != "f32":
-        (get("format") or experts).where.fail(
-            f"experts: backend 'torch' computes in float32: write 'format: f32', not '{fmt}'"
-        )
-    return {
-        "experts": {
-            "device": device,
-            "format": fmt,
-            "isa": _word(get("isa"), "isa", ISAS),
-            "numa": _numa(get("numa")),
-            "threads": _threads(get("threads")),
-            "backend": backend,
-        }
+    readers: dict[str, Callable[[], Any]] = {
+        "device": lambda: _expert_device(experts, devices),
+        "format": lambda: _format(get("format"), _backend(get("backend"))),
+        "isa": lambda: _word(get("isa"), "isa", ISAS),
+        "numa": lambda: _numa(get("numa")),
+        "threads": lambda: _threads(get("threads")),
+        "backend": lambda: _backend(get("backend")),
     }
+    options: dict[str, Any] = {}
+    for key in ("isa", "numa"):
+        with mistakes:
+            given = get(key)
+            if given is not None and given.data != "auto" and _is_kt(get("backend")):
+                given.where.fail(f"experts: backend 'kt_kernel' takes no '{key}': it chooses by itself")
+    for key, read in readers.items():
+        with mistakes:
+            options[key] = read()
+    mistakes.tell()
+    return {"experts": options}
 
 
 def keep_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
+    mistakes = Mistakes()
     for given, key in ((replace.experts, "experts"), (replace.kwargs, "kwargs")):
-        if given is not None:
-            given.where.fail(f"op 'keep' takes no '{key}': it leaves the module as it is")
+        with mistakes:
+            if given is not None:
+                given.where.fail(f"op 'keep' takes no '{key}': it leaves the module as it is")
+    mistakes.tell()
     return {}
 
 
@@ -99,19 +106,40 @@ def schemas_for(names: Sequence[str]) -> dict[str, OpSchema]:
     return {**BUILTIN, **{name: BUILTIN.get(name, FOREIGN) for name in names}}
 
 
-def _format(value: Value | None, default: str) -> str:
+def _expert_device(experts: Value, devices: Sequence[str]) -> str:
+    given = experts.data.get("device")
+    device = check_device(given, experts.where, devices, "experts: device")
+    if device != "cpu":
+        # Tiers of experts on a GPU are not written yet; a rule must not promise them.
+        (given or experts).where.fail(f"experts on '{device}' are not supported; write 'device: cpu'")
+    return device
+
+
+def _backend(value: Value | None) -> str:
+    return _word(value, "backend", BACKENDS)
+
+
+def _is_kt(backend: Value | None) -> bool:
+    return backend is not None and backend.data == "kt_kernel"
+
+
+def _format(value: Value | None, backend: str) -> str:
     if value is None:
-        return default
+        return "f32" if backend == "torch" else DEFAULT_FORMAT
     text = value.string("'format'")
     try:
-        parse_format(text)
+        parsed = parse_format(text)
     except InputError as error:
         value.where.fail(f"experts: {error}")
+    if backend == "torch" and str(parsed) != "f32":
+        value.where.fail(f"experts: backend 'torch' computes in float32: write 'format: f32', not '{text}'")
+    if backend == "kt_kernel" and str(parsed) not in _KT_FORMATS:
+        value.where.fail(f"experts: backend 'kt_kernel' has the formats bf16, int8 and int4, not '{text}'")
     return text
 
 
 def _numa(value: Value | None) -> str:
-    """How experts lie over memory nodes. Whether "node N" exists is for the machine that loads them to say."""
+    """How experts lie over memory nodes. Whether "node N" exists is for the machine that loads them."""
     if value is None:
         return NUMA_WORDS[0]
     shown = value.text or value.kind

@@ -1,7 +1,7 @@
 """The typed model of a rule file, read from positioned YAML.
 
-``parse_file`` checks all that can be checked without a model: keys, types, regular expressions, layer ranges.
-Operators, options and devices are checked when the rules meet a model (``match``).
+Here is checked what needs no model: keys, types, regular expressions, layer ranges. Operators, options and
+devices are checked when the rules meet a model (``match``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hetero.core import ModuleInfo
+from hetero.rules.mistakes import Mistakes
 from hetero.rules.source import Value, Where, did_you_mean, listed
 
 FILE_KEYS = ("description", "models", "vars", "extends", "rules")
@@ -31,6 +32,7 @@ _ANY = "any"
 _RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?", re.ASCII)
 _OF_REPLACE = ("op", "device", "experts", "kwargs")
 _RULE_LEVEL = "it is a key of the rule, one level up"
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +112,18 @@ class RuleSet:
 def check_keys(
     value: Value, what: str, known: tuple[str, ...], homes: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse a key that ``what`` does not have; ``homes`` says where a misplaced one belongs."""
+    """Refuse keys that ``what`` does not have, all in one RuleError; ``homes`` says where a misplaced one
+    belongs."""
+    mistakes = Mistakes()
     for key in value.mapping(what):
         if key in known:
             continue
-        if homes and key in homes:
-            value.key_at(key).fail(f"'{key}' does not belong in {what}: {homes[key]}")
-        hint = did_you_mean(key, known) or f"; {what} has {listed(known)}"
-        value.key_at(key).fail(f"unknown key '{key}' in {what}{hint}")
+        with mistakes:
+            if homes and key in homes:
+                value.key_at(key).fail(f"'{key}' does not belong in {what}: {homes[key]}")
+            hint = did_you_mean(key, known) or f"; {what} has {listed(known)}"
+            value.key_at(key).fail(f"unknown key '{key}' in {what}{hint}")
+    mistakes.tell()
 
 
 def check_file_keys(top: Value) -> None:
@@ -140,6 +146,12 @@ def parse_models(top: Value) -> tuple[str, ...] | None:
     return tuple(v.string("a model type") for v in value.sequence("'models'"))
 
 
+def check_is_rule(value: Value, index: int) -> None:
+    """Refuse an item of 'rules' that is no mapping."""
+    if not isinstance(value.data, dict):
+        value.where.fail(f"rule {index} must be a mapping with 'match' and 'replace', not {value.kind}")
+
+
 def rule_name(value: Value, index: int) -> str:
     """The name a rule gives itself, or its number."""
     given = value.mapping(f"rule {index}").get("name")
@@ -151,58 +163,111 @@ def rule_name(value: Value, index: int) -> str:
     return name
 
 
-def parse_rule(value: Value, index: int, *, inherited: bool) -> Rule:
-    """Read one rule, whose variables are put in already."""
-    name = rule_name(value, index)
-    value = value.named(f"rule {index} '{name}'")
+def check_rule_keys(rule: Value, mistakes: Mistakes) -> None:
+    """The keys of a rule, its ``match`` and its ``replace``, and that all are there."""
     homes = dict.fromkeys(_OF_REPLACE, "indent it under 'replace'")
-    homes |= dict.fromkeys(EXPERT_KEYS, "indent it under 'replace', in 'experts'")
-    homes["layers"] = "indent it under 'match'"
-    homes["class"] = "indent it under 'match' (which modules) or 'replace' (which operator)"
-    homes |= _FOREIGN
-    check_keys(value, "a rule", RULE_KEYS, homes)
+    in_rule = homes | dict.fromkeys(EXPERT_KEYS, "indent it under 'replace', in 'experts'")
+    in_rule["layers"] = "indent it under 'match'"
+    in_rule["class"] = "indent it under 'match' (which modules) or 'replace' (which operator)"
+    before = len(mistakes)
+    with mistakes:
+        check_keys(rule, "a rule", RULE_KEYS, in_rule | _FOREIGN)
     for key in ("match", "replace"):
-        if key not in value.data:
-            value.where.fail(f"the rule has no '{key}'")
-    optional = value.data.get("optional")
-    recursive = value.data.get("recursive")
+        # An unknown key is most often the missing one, spelt wrongly.
+        if key not in rule.data and len(mistakes) == before:
+            with mistakes:
+                rule.where.fail(f"the rule has no '{key}'")
+    if (match := rule.data.get("match")) is not None:
+        with mistakes:
+            _check_match_keys(match, homes)
+    if (replace := rule.data.get("replace")) is not None:
+        with mistakes:
+            _check_replace_keys(replace)
+
+
+def _check_match_keys(value: Value, homes: Mapping[str, str]) -> None:
+    for key in value.mapping("'match'"):
+        if _RANGE.fullmatch(key):
+            value.key_at(key).fail("inside {...} a comma ends a value: quote the ranges, layers: '0-3,8'")
+    in_rule = dict.fromkeys(("replace", "recursive", "optional", "match"), _RULE_LEVEL)
+    check_keys(value, "'match'", MATCH_KEYS, {**homes, **in_rule})
+    if not value.data:
+        value.where.fail(f"'match' is empty; give one of {listed(MATCH_KEYS)}")
+
+
+def _check_replace_keys(value: Value) -> None:
+    homes = dict.fromkeys(("match", "recursive", "optional", "replace"), _RULE_LEVEL)
+    homes |= dict.fromkeys(("layers", "name"), "it is a key of 'match'")
+    homes |= dict.fromkeys(EXPERT_KEYS, "indent it under 'experts'")
+    check_keys(value, "'replace'", REPLACE_KEYS, homes | _FOREIGN)
+    has = [key for key in ("op", "class") if key in value.data]
+    if len(has) != 1:
+        value.where.fail(
+            f"'replace' needs 'op' or 'class' (a user's operator), and has {'both' if has else 'neither'}"
+        )
+
+
+def parse_rule(value: Value, name: str, index: int, *, inherited: bool, mistakes: Mistakes) -> Rule:
+    """Read a rule whose keys are checked and whose variables are put in.
+
+    A part that is wrong counts as one that says nothing, so that no other mistake follows from it.
+    """
+    get = value.data.get
+    if (given := get("name")) is not None and isinstance(given.data, str):
+        name = given.data.strip() or name  # it may hold variables
+        value = value.named(f"rule {index} '{name}'")
+    recursive: bool | None = None
+    optional = False
+    with mistakes:
+        recursive = None if (given := get("recursive")) is None else given.boolean("'recursive'")
+    with mistakes:
+        optional = False if (given := get("optional")) is None else given.boolean("'optional'")
     return Rule(
         name=name,
         index=index,
         where=value.where,
-        match=_parse_match(value.data["match"]),
-        replace=_parse_replace(value.data["replace"]),
-        recursive=None if recursive is None else recursive.boolean("'recursive'"),
-        optional=False if optional is None else optional.boolean("'optional'"),
+        match=_parse_match(get("match"), value.where, mistakes),
+        replace=_parse_replace(get("replace"), value.where, mistakes),
+        recursive=recursive,
+        optional=optional,
         inherited=inherited,
     )
 
 
-def _parse_match(value: Value) -> Match:
-    homes = dict.fromkeys(_OF_REPLACE, "indent it under 'replace'")
-    homes |= dict.fromkeys(("replace", "recursive", "optional", "match"), _RULE_LEVEL)
-    for key in value.mapping("'match'"):
-        if _RANGE.fullmatch(key):
-            value.key_at(key).fail("inside {...} a comma ends a value: quote the ranges, layers: '0-3,8'")
-    check_keys(value, "'match'", MATCH_KEYS, homes)
-    if not value.data:
-        value.where.fail(f"'match' is empty; give one of {listed(MATCH_KEYS)}")
-    name = cls = None
-    if (given := value.data.get("name")) is not None:
-        text = given.string("'match: name'")
-        try:
-            name = re.compile(text)
-        except (re.error, OverflowError, RecursionError) as error:
-            given.where.fail(f"'{text}' is not a regular expression: {error}")
-    if (given := value.data.get("class")) is not None:
-        cls = given.string("'match: class'")
-        if not cls.strip():
-            given.where.fail("'match: class' is empty")
-        if "." in cls:
-            bare = cls.rpartition(".")[2]
-            given.where.fail(f"'class' is compared with bare class names: write '{bare}', not '{cls}'")
-    layers = value.data.get("layers")
-    return Match(value.where, name, cls, None if layers is None else parse_layers(layers))
+def _parse_match(value: Value | None, rule: Where, mistakes: Mistakes) -> Match:
+    if value is None or not isinstance(value.data, dict):
+        return Match(rule)
+    name: re.Pattern[str] | None = None
+    cls: str | None = None
+    layers: Layers | None = None
+    with mistakes:
+        if (given := value.data.get("name")) is not None:
+            name = _parse_pattern(given)
+    with mistakes:
+        if (given := value.data.get("class")) is not None:
+            cls = _parse_class(given)
+    with mistakes:
+        if (given := value.data.get("layers")) is not None:
+            layers = parse_layers(given)
+    return Match(value.where, name, cls, layers)
+
+
+def _parse_pattern(given: Value) -> re.Pattern[str]:
+    text = given.string("'match: name'")
+    try:
+        return re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        given.where.fail(f"'{text}' is not a regular expression: {error}")
+
+
+def _parse_class(given: Value) -> str:
+    cls = given.string("'match: class'")
+    if not cls.strip():
+        given.where.fail("'match: class' is empty")
+    if "." in cls:
+        bare = cls.rpartition(".")[2]
+        given.where.fail(f"'class' is compared with bare class names: write '{bare}', not '{cls}'")
+    return cls
 
 
 def parse_layers(value: Value) -> Layers:
@@ -225,24 +290,25 @@ def parse_layers(value: Value) -> Layers:
     return Layers(",".join(word for word, _ in words), tuple(ranges), value.where)
 
 
-def _parse_replace(value: Value) -> Replace:
-    homes = dict.fromkeys(("match", "recursive", "optional", "replace"), _RULE_LEVEL)
-    homes |= dict.fromkeys(("layers", "name"), "it is a key of 'match'")
-    homes |= dict.fromkeys(EXPERT_KEYS, "indent it under 'experts'")
-    homes |= _FOREIGN
-    check_keys(value, "'replace'", REPLACE_KEYS, homes)
+def _parse_replace(value: Value | None, rule: Where, mistakes: Mistakes) -> Replace:
+    nothing = Replace(rule, Value("keep", rule), None, None, None, None)
+    if value is None or not isinstance(value.data, dict):
+        return nothing
     get = value.data.get
-    op, cls = get("op"), get("class")
-    if (op is None) == (cls is None):
-        has = "both" if op is not None else "neither"
-        value.where.fail(f"'replace' needs 'op' or 'class' (a user's operator), and has {has}")
-    if op is not None:
-        op.string("'replace: op'")
-    if cls is not None and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", cls.string("'replace: class'")):
-        cls.where.fail(f"'class: {cls.data}' is no dotted path of a class, such as package.module.Class")
-    kwargs, experts = get("kwargs"), get("experts")
-    if kwargs is not None:
-        kwargs.mapping("'kwargs'")
-    if experts is not None:
-        experts.mapping("'experts'")
+    op, cls, experts, kwargs = get("op"), get("class"), get("experts"), get("kwargs")
+    before = len(mistakes)
+    with mistakes:
+        if op is not None:
+            op.string("'replace: op'")
+    with mistakes:
+        if cls is not None and not _DOTTED.fullmatch(cls.string("'replace: class'")):
+            cls.where.fail(f"'class: {cls.data}' is no dotted path of a class, such as package.module.Class")
+    with mistakes:
+        if kwargs is not None:
+            kwargs.mapping("'kwargs'")
+    with mistakes:
+        if experts is not None:
+            experts.mapping("'experts'")
+    if len(mistakes) > before or (op is None) == (cls is None):
+        return nothing
     return Replace(value.where, op, cls, get("device"), experts, kwargs)

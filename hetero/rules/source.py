@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import yaml
 
 from hetero.core import InputError
+from hetero.rules.mistakes import Mistake, RuleError
 
 _MAX_DEPTH = 32
 _INT = re.compile(r"[-+]?[0-9]{1,18}")
@@ -31,7 +32,7 @@ class Where:
     rule: str | None = None
 
     def fail(self, message: str) -> NoReturn:
-        raise InputError(f"{self}: {message}")
+        raise RuleError([Mistake(self.file, self.line, f"{self}: {message}")])
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" + (f": {self.rule}" if self.rule else "")

@@ -7,26 +7,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero.core import InputError
+from hetero.rules.mistakes import Mistakes
 from hetero.rules.source import Value, did_you_mean, listed, parse_scalar
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _USE = re.compile(r"\$\{([^}]*)\}?")
 
 
-def parse_vars(top: Value) -> dict[str, Value]:
-    """The ``vars`` of one file; values are scalars, with no variable in them."""
+def parse_vars(top: Value, bad: set[str], mistakes: Mistakes) -> dict[str, Value]:
+    """The ``vars`` of one file; values are scalars, with no variable in them. Names of those that are not are
+    added to ``bad``."""
     given = top.mapping("the file").get("vars")
     if given is None or given.data is None:
         return {}
-    found = given.mapping("'vars'")
+    found: dict[str, Value] = {}
+    with mistakes:
+        found = given.mapping("'vars'")
     for name, value in found.items():
-        if not _NAME.fullmatch(name):
-            given.key_at(name).fail(f"'{name}' is no name for a variable: letters, digits and _ only")
-        if isinstance(value.data, (list, dict)) or value.data is None:
-            value.where.fail(f"variable '{name}' must be a word, a number or true/false, not {value.kind}")
-        if "${" in value.text:
-            value.where.fail(f"variable '{name}' refers to another one; write its value")
+        with mistakes:
+            bad.add(name)
+            _check_variable(name, value, given)
+            bad.remove(name)
     return dict(found)
+
+
+def _check_variable(name: str, value: Value, given: Value) -> None:
+    if not _NAME.fullmatch(name):
+        given.key_at(name).fail(f"'{name}' is no name for a variable: letters, digits and _ only")
+    if isinstance(value.data, (list, dict)) or value.data is None:
+        value.where.fail(f"variable '{name}' must be a word, a number or true/false, not {value.kind}")
+    if "${" in value.text:
+        value.where.fail(f"variable '{name}' refers to another one; write its value")
 
 
 def apply_overrides(
@@ -59,21 +70,28 @@ def parse_set(items: list[str]) -> dict[str, str]:
     return result
 
 
-def substitute(value: Value, variables: Mapping[str, Value], used: set[str]) -> Value:
-    """Put variables into every string below ``value``; adds their names to ``used``.
+def substitute(value: Value, variables: Mapping[str, Value], used: set[str], mistakes: Mistakes) -> Value:
+    """Put variables into every string below ``value``; adds their names to ``used``. A string for which that
+    is not possible stays as it is.
 
     A string that is one ``${name}`` takes the variable's type; inside a longer string it becomes text.
     """
     if isinstance(value.data, dict):
         for key in value.data:
             if "${" in key:
-                value.key_at(key).fail(f"a variable cannot stand in a key ('{key}')")
-        data: Any = {k: substitute(v, variables, used) for k, v in value.data.items()}
+                with mistakes:
+                    value.key_at(key).fail(f"a variable cannot stand in a key ('{key}')")
+        data: Any = {k: substitute(v, variables, used, mistakes) for k, v in value.data.items()}
         return Value(data, value.where, "", value.keys)
     if isinstance(value.data, list):
-        return Value([substitute(v, variables, used) for v in value.data], value.where)
-    if not isinstance(value.data, str) or "${" not in value.data:
-        return value
+        return Value([substitute(v, variables, used, mistakes) for v in value.data], value.where)
+    if isinstance(value.data, str) and "${" in value.data:
+        with mistakes:
+            return _put_in(value, variables, used)
+    return value
+
+
+def _put_in(value: Value, variables: Mapping[str, Value], used: set[str]) -> Value:
     whole = _USE.fullmatch(value.data)
     if whole and value.data.endswith("}"):
         found = _look_up(whole[1], value, variables, used)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hetero.core import MOE_BLOCK, ExpertSpec, ModuleInfo
 from hetero.rules import Placement, load_rules, match
+from hetero.rules.mistakes import Mistakes
 
 SPEC = ExpertSpec(num_experts=4, hidden=64, intermediate=32, top_k=2)
 
@@ -81,9 +82,10 @@ def place(
     *,
     strict: bool = True,
 ) -> Placement:
-    return match(
-        load_rules(path, overrides), tree() if modules is None else modules, devices=devices, strict=strict
-    )
+    mistakes = Mistakes()
+    ruleset = load_rules(path, overrides, mistakes)
+    modules = tree() if modules is None else modules
+    return match(ruleset, modules, devices=devices, strict=strict, mistakes=mistakes)
 
 
 MOE = "  - name: experts\n    match: {class: MoeBlock}\n    replace: {op: moe, experts: {format: int4}}\n"

@@ -100,7 +100,7 @@ def test_check_says_what_it_checked() -> None:
         (("migrate", "nowhere.yaml"), "nowhere.yaml: no such rule file"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(
+def test_bad_input_is_a_message_and_exit_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], want: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -116,9 +116,21 @@ def test_bad_input_is_one_line_and_exit_2(
     assert done.returncode == 2
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert all(line.startswith("hetero: ") for line in done.stderr.strip().splitlines())
     assert want.format(**files) in done.stderr
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_all_mistakes_of_a_file_come_at_once(tmp_path: Path) -> None:
+    text = GOOD.replace("class: MoeBlock", "clas: MoeBlock").replace("int4", "int5").replace("keep", "kepe")
+    path = write(tmp_path, text)
+    done = hetero("rules", "check", str(path), SHAPE)
+    assert done.returncode == 2
+    assert [line.partition(": rule")[0] for line in done.stderr.splitlines()] == [
+        f"hetero: {path}:{number}" for number in (3, 4, 7)
+    ]
+    lost = hetero("rules", "check", str(path), "synthetic:nothing")
+    assert (lost.returncode, len(lost.stderr.splitlines())) == (2, 1)
 
 
 def test_a_users_operator_that_does_not_exist(tmp_path: Path) -> None:
