@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -49,7 +50,9 @@ def pick_isa(name: str = "auto") -> str:
     """
     chosen = settings().isa if name == "auto" else name
     if chosen == "auto":
-        return _cpu.best_isa()
+        best = _cpu.best_isa()
+        _tell_refused_tiles(best)
+        return best
     try:
         _cpu.check_isa(chosen)
     except ValueError:
@@ -59,6 +62,13 @@ def pick_isa(name: str = "auto") -> str:
             f"instruction set '{chosen}': this machine lacks {error}; it has {', '.join(isas())}"
         ) from None
     return chosen
+
+
+@cache
+def _tell_refused_tiles(best: str) -> None:
+    """One log line in a process whose operating system refuses it the AMX tiles that the processor has."""
+    if _cpu.kernels.features()["amx_denied"]:
+        log.warning("the operating system refuses this process AMX tiles (arch_prctl); %s is used", best)
 
 
 def kernel_counts() -> dict[str, int]:

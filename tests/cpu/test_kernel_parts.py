@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hetero import _cpu, cpu
 from hetero._cpu import kernels
 from hetero.core import Activation, ActKind
 from tests.cpu.kernel_runner import KINDS, TABLES, bits
@@ -173,3 +174,22 @@ def test_detection_agrees_with_the_tables() -> None:
     assert [t for t in TABLES if t in {"scalar", "avx2", "avx512", "amx"}] == list(supported)
     with pytest.raises(ValueError, match="no such kernel table"):
         kernels.activate("mmx", np.ones(1, np.float32), np.ones(1, np.float32), 0, True, 1, INF, INF, INF, 0)
+
+
+def test_refused_tiles_mean_avx512_and_one_log_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What follows when arch_prctl fails with EPERM: the features say so, and the choice falls to AVX-512."""
+    denied = EVERYTHING | {"amx_denied": True}
+    best = kernels.select(denied)["best"]
+    assert best == "avx512"
+    monkeypatch.setattr(_cpu.kernels, "features", lambda: denied)
+    monkeypatch.setattr(_cpu, "best_isa", lambda: best)
+    monkeypatch.delenv("HETERO_ISA", raising=False)
+    cpu._tell_refused_tiles.cache_clear()
+    with caplog.at_level("WARNING", "hetero.cpu"):
+        assert [cpu.pick_isa() for _ in range(3)] == ["avx512"] * 3
+    cpu._tell_refused_tiles.cache_clear()
+    assert [record.message for record in caplog.records] == [
+        "the operating system refuses this process AMX tiles (arch_prctl); avx512 is used"
+    ]
