@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import platform
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -193,3 +196,27 @@ def test_refused_tiles_mean_avx512_and_one_log_line(
     assert [record.message for record in caplog.records] == [
         "the operating system refuses this process AMX tiles (arch_prctl); avx512 is used"
     ]
+
+
+REFUSE = """
+import ctypes, platform, struct, sys
+# A seccomp filter: arch_prctl (158) fails with EPERM, every other call is allowed.
+code = [(0x20, 0, 0, 0), (0x15, 0, 1, 158), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
+program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
+header = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(program))
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.c_char_p(header), 0, 0):
+    sys.exit(77)
+from hetero._cpu import kernels
+found = kernels.features()
+assert found["amx_denied"] == found["amx_tile"], found
+assert "amx" not in kernels.table_names()
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="arch_prctl is a call of x86-64")
+def test_refusal_by_the_system_is_seen() -> None:
+    done = subprocess.run([sys.executable, "-c", REFUSE], capture_output=True, text=True, check=False)
+    if done.returncode == 77:
+        pytest.skip("this system allows no seccomp filter")
+    assert done.returncode == 0, done.stderr
