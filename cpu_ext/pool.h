@@ -54,9 +54,11 @@ struct Seat {
 // claim. Whoever makes the count complete has acquired all other writes and publishes the next phase
 // (release).
 //
-// Sleeping: a thread raises sleepers_, reads signal_, looks at now_ once more, then waits on signal_.
-// publish() stores now_, then reads sleepers_. These four are seq_cst, so either the sleeper sees the new
-// tag or the publisher sees the sleeper and changes signal_ before it wakes.
+// Sleeping: a thread raises `sleepers`, reads `signal`, looks at now_ once more, then waits on `signal`.
+// publish() stores now_, then reads `sleepers`. These four are seq_cst, so either the sleeper sees the new
+// tag or the publisher sees the sleeper and changes `signal` before it wakes. Workers are woken a few at a
+// time, and whoever wakes passes it on, so that no thread pays for all. The caller sleeps apart: it is woken
+// at once, and alone when a step ends, since workers asleep may then sleep on.
 class Pool {
  public:
   static constexpr int kMaxPhases = 7;
@@ -88,6 +90,10 @@ class Pool {
     std::atomic<uint64_t> word{0};
     std::atomic<uint64_t> range[kMaxPhases] = {};  // first chunk, and the one behind the last
   };
+  struct alignas(64) Sleep {
+    std::atomic<uint32_t> signal{0};
+    std::atomic<int32_t> sleepers{0};
+  };
   // Threads that the chunks of some consecutive nodes are dealt to.
   struct Group {
     int node, last_node;  // its threads' own node, and the last whose chunks they are given
@@ -100,13 +106,14 @@ class Pool {
   void stop_workers();
   void worker(int thread);
   void deal(int phase);
-  void open_phase(int phase);
   void complete(int phase);
   Claim claim(uint64_t tag, size_t share, int thread);
   bool work(uint64_t tag, int thread);
   void execute(int phase, int64_t chunk, int thread) noexcept;
   void publish(uint64_t tag);
-  void wait_change(uint64_t seen, int64_t spin_ns);
+  bool is_for_workers(uint64_t tag) const;
+  void wake(Sleep* sleep, int most);
+  void wait_change(Sleep* sleep, uint64_t seen, int64_t spin_ns);
 
   const std::vector<Seat> seats_;
   std::vector<Group> groups_;            // by node; a node without threads belongs to the group before it
@@ -122,11 +129,11 @@ class Pool {
 
   std::unique_ptr<Share[]> shares_;
   std::atomic<int> only_[kMaxPhases] = {};
+  int shares_used_[kMaxPhases] = {};  // shares with chunks
   alignas(64) std::atomic<uint64_t> now_;
   alignas(64) std::atomic<int64_t> done_{0};
   alignas(64) std::atomic<int> open_{0};
-  alignas(64) std::atomic<uint32_t> signal_{0};
-  std::atomic<int32_t> sleepers_{0};
+  Sleep worker_sleep_, caller_sleep_;
   std::atomic<bool> failed_{false};
   std::atomic<bool> stop_{false};
 };
