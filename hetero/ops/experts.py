@@ -30,8 +30,18 @@ class Backend(Protocol):
 
 def make_backend(spec: ExpertSpec, options: Mapping[str, Any]) -> Backend:
     """Allocate the experts of one block from a rule's ``experts`` options."""
-    if options.get("backend", "native") == "torch":
+    backend = options.get("backend", "native")
+    if backend == "torch":
         return TorchExperts(spec)
+    if backend == "kt_kernel":
+        from hetero.ops.kt_kernel import KtExperts
+
+        return KtExperts(
+            spec,
+            parse_format(options.get("format", "int8")),
+            isa=options.get("isa", "auto"),
+            threads=options.get("threads"),
+        )
     from hetero.cpu import CpuExperts  # only here, so that the torch backend needs no extension
 
     return CpuExperts(
