@@ -16,7 +16,7 @@ DEMO := $(VENV)/.demo
 CPP := $(wildcard cpu_ext/*.cpp cpu_ext/*.h cpu_ext/*.inc)
 SHIPPED := $(shell find rules hetero/data -type f 2>/dev/null)
 
-.PHONY: demo test install check lint types imports format symbols pytest clean
+.PHONY: demo test test-numa install check lint types imports format symbols pytest clean
 
 demo: $(EXT) $(DEMO)
 	$(BIN)/hetero run -p "$(QUESTION)"
@@ -70,6 +70,11 @@ symbols: $(DEV) $(EXT)
 
 pytest: $(DEV) $(EXT) $(DEMO)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The same experts on two memory nodes, in a machine that QEMU emulates: about three minutes, root not needed, but
+# qemu-system-x86, busybox-static and e2fsprogs.
+test-numa: $(DEV) $(EXT)
+	HETERO_TEST_NUMA=$(VENV)/numa $(BIN)/python -m pytest tests/numa
 
 clean:
 	rm -rf build dist $(EXT)

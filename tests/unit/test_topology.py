@@ -206,3 +206,20 @@ def test_this_machine_can_be_read() -> None:
     assert found.cores
     assert found.split_nodes
     assert set(found.split_nodes) <= set(found.mems)
+
+
+def test_agrees_with_libnuma() -> None:
+    """The same machine through libnuma: nodes, CPUs, bytes, distances."""
+    try:
+        from numa import LIBNUMA, info
+    except (ImportError, OSError, AttributeError) as error:
+        pytest.skip(f"py-libnuma with libnuma1 is not installed: {error}")
+    if not info.numa_available():
+        pytest.skip("libnuma finds no NUMA support in this kernel")
+    found = topology.read()
+    assert found.nodes[-1].id == info.get_max_node()
+    for node in found.nodes:
+        assert sorted(info.node_to_cpus(node.id)) == list(node.cpus)
+        assert LIBNUMA.numa_node_size64(node.id, None) == node.memory_bytes
+        for other in found.nodes:
+            assert node.distance(other.id) == info.numa_distance(node.id, other.id)
