@@ -27,7 +27,6 @@ __all__ = [
     "assert_only_experts_on_meta",
     "build_meta",
     "choose_class",
-    "dense_bytes",
     "describe",
     "find_moe",
     "float32_names",
@@ -188,10 +187,19 @@ def find_moe(model: Any) -> list[MoeSite]:
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
-def describe(model: nn.Module) -> list[ModuleInfo]:
-    """The tree as rules see it: every module, in order, the root first."""
+def describe(model: Any) -> list[ModuleInfo]:
+    """The tree as rules see it: every module, in order, the root first.
+
+    A weight that modules share counts once, in the one that the others are tied to.
+    """
+    held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied = {name for name, source in model.all_tied_weights_keys.items() if source in held and name != source}
     own = {
-        name: sum(p.numel() for p in module._parameters.values() if p is not None)
+        name: sum(
+            p.numel()
+            for leaf, p in module._parameters.items()
+            if p is not None and (f"{name}.{leaf}" if name else leaf) not in tied
+        )
         for name, module in model.named_modules()
     }
     total = dict(own)
@@ -214,17 +222,6 @@ def describe(model: nn.Module) -> list[ModuleInfo]:
     return infos
 
 
-def dense_bytes(model: nn.Module, dtype: torch.dtype, experts_names: Iterable[str] = ()) -> int:
-    """Bytes that everything but the experts takes, tied weights counted once."""
-    inside = tuple(f"{name}." for name in experts_names)
-    plan = float32_names(model, dtype)
-    total = 0
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not name.startswith(inside):
-            total += tensor.numel() * target_dtype(name, tensor, dtype, plan).itemsize
-    return total
-
-
 def float32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
     """Pattern of the parameters that transformers keeps in float32 when the rest is of ``dtype``."""
     patterns = model._get_dtype_plan(dtype)
@@ -233,13 +230,9 @@ def float32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
     return re.compile("|".join(f"(?:{pattern.replace('*', '.*')})" for pattern in patterns))
 
 
-def target_dtype(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, float32: re.Pattern[str] | None
-) -> torch.dtype:
+def target_dtype(name: str, tensor: torch.Tensor, float32: re.Pattern[str] | None) -> torch.dtype:
     """The dtype that a parameter or buffer of the tree is loaded in.
 
-    Like in transformers, a tensor that the model's code built in another dtype than the model's keeps it.
+    It is the one that the tree was built in, which for some tensors is not the model's, or float32.
     """
-    if float32 is not None and float32.search(name):
-        return torch.float32
-    return tensor.dtype if tensor.dtype != dtype else dtype
+    return torch.float32 if float32 is not None and float32.search(name) else tensor.dtype

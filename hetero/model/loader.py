@@ -87,7 +87,6 @@ class _Loading:
         self.model = model
         self.checkpoint = checkpoint
         self.sinks = sinks
-        self.dtype = dtype
         self.device_of = device if callable(device) else lambda name: device
         self.progress = progress
         self.plan = plan
@@ -165,7 +164,7 @@ class _Loading:
     def _assign(self, name: str, tensor: torch.Tensor) -> None:
         place = self.plan.places[name]
         current = getattr(place.owner, place.leaf)
-        wanted = target_dtype(name, current, self.dtype, self.float32)
+        wanted = target_dtype(name, current, self.float32)
         value = tensor.to(device=self.device_of(name), dtype=wanted)
         if place.leaf in place.owner._buffers:
             place.owner._buffers[place.leaf] = value
