@@ -34,7 +34,8 @@ def apply(model: Any, placement: Placement) -> Injected:
     """Replace modules of a tree of ``build_meta`` in place, in the order of the tree.
 
     Make the loader's plan before: it reads shapes of experts that are gone afterwards. Raises InputError for
-    an operator that does not exist or does not fit.
+    an operator that does not exist or does not fit, and for a module that is gone since the operator of one
+    above it, whose rule says ``recursive: true``, did not keep it.
     """
     done = Injected()
     for assignment in placement.replacements():
@@ -42,14 +43,27 @@ def apply(model: Any, placement: Placement) -> Injected:
         if not name:
             raise InputError(f"{assignment.rule.label}: the whole model cannot be replaced; match its parts")
         path, _, leaf = name.rpartition(".")
-        parent = model.get_submodule(path) if path else model
-        new = _operator(assignment, parent.get_submodule(leaf), model)
+        try:
+            parent = model.get_submodule(path)
+            old = parent.get_submodule(leaf)
+        except AttributeError:
+            raise InputError(_gone(name, assignment, done, placement)) from None
+        new = _operator(assignment, old, model)
         setattr(parent, leaf, new)
         done.replaced[name] = assignment.op or assignment.cls or ""
     for name, module in model.named_modules():
         if is_sink(module):
             done.sinks[name] = module
     return done
+
+
+def _gone(name: str, assignment: Assignment, done: Injected, placement: Placement) -> str:
+    above = max((path for path in done.replaced if name.startswith(f"{path}.")), key=len)
+    owner = placement.by_module[above].rule.label
+    return (
+        f"{assignment.rule.where}: {name} is gone: {done.replaced[above]}, which {owner} has put in place of "
+        f"{above}, does not keep it under this name; {owner} must not say 'recursive: true'"
+    )
 
 
 def _operator(assignment: Assignment, module: nn.Module, model: Any) -> nn.Module:

@@ -203,3 +203,24 @@ def test_an_operator_must_return_a_module(folder: Path, clean_names: None, tmp_p
     )
     with pytest.raises(InputError, match="rule 1 'hole': nothing returned NoneType, not a torch module"):
         load_model(folder, rules=rules, threads=1)
+
+
+def test_a_module_that_an_operator_above_has_dropped(folder: Path, clean_names: None, tmp_path: Path) -> None:
+    @register_op("wrap")
+    class Wrap(nn.Module):
+        @staticmethod
+        def from_module(module: Any, **_: Any) -> Any:
+            return nn.Sequential(module)
+
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "extends: default-cpu\nrules:\n  - name: outer\n    match: {name: '^model\\.layers\\.0$'}\n"
+        "    replace: {op: wrap, device: cpu}\n    recursive: true\n"
+    )
+    with pytest.raises(InputError) as caught:
+        load_model(folder, rules=rules, threads=1)
+    message = str(caught.value)
+    assert (
+        "model.layers.0.mlp is gone: wrap, which rule 1 'outer' has put in place of model.layers.0" in message
+    )
+    assert "rule 1 'outer' must not say 'recursive: true'" in message
