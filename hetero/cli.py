@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import sys
 import traceback
@@ -18,6 +19,10 @@ from hetero.core import HeteroError, InputError
 
 if TYPE_CHECKING:
     from hetero.engine.load import Loaded
+
+
+# What the system says of a path that a user gave.
+_USERS_FILES = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 
 
 class _Group(TyperGroup):
@@ -36,16 +41,26 @@ class _Group(TyperGroup):
             # The reader has left, as `| head` does. Python would complain once more while it shuts down.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
+        except OSError as error:
+            if error.errno not in _USERS_FILES or error.filename is None:
+                raise _defect(error) from None
+            terminal.note(f"hetero: {error.filename}: {error.strerror}")
+            raise typer.Exit(InputError.exit_code) from None
         except Exception as error:
             # Exits and usage errors are the framework's own, and it tells them.
             if isinstance(error, (typer.Exit, typer.Abort)) or hasattr(error, "exit_code"):
                 raise
-            if debug():
-                traceback.print_exc()
-            first = (str(error).strip().splitlines() or ["no message"])[0]
-            hint = "HETERO_DEBUG=1 shows the traceback"
-            terminal.note(f"hetero: internal error, {type(error).__name__}: {first} ({hint})")
-            raise typer.Exit(1) from None
+            raise _defect(error) from None
+
+
+def _defect(error: Exception) -> typer.Exit:
+    """Tell what nobody has foreseen; called while it is handled."""
+    if debug():
+        traceback.print_exc()
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    hint = "HETERO_DEBUG=1 shows the traceback"
+    terminal.note(f"hetero: internal error, {type(error).__name__}: {first} ({hint})")
+    return typer.Exit(1)
 
 
 app = typer.Typer(
@@ -81,6 +96,9 @@ MinPOption = Annotated[float, typer.Option(help="Drop tokens below this share of
 PenaltyOption = Annotated[float, typer.Option(help="Above 1: repeat less.")]
 SeedOption = Annotated[int | None, typer.Option(help="Repeats a sampled answer.")]
 StopOption = Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")]
+# Stands in a request that is checked before there is a tokenizer.
+_ANY_PROMPT = (0,)
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")]
 
 
@@ -131,10 +149,13 @@ def run(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
+    # What is wrong with the request is told before the weights are read, which may take minutes.
+    stops = tuple(stop or ())
+    request = Request(tuple(_ANY_PROMPT if given_ids is None else given_ids), sampling, max_tokens, stops)
 
     loaded = _load(model, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
     ids = given_ids if given_ids is not None else _prompt_ids(loaded, prompt or "", system, raw)
-    request = Request(tuple(ids), sampling, max_tokens, tuple(stop or ()), ignore_eos)
+    request = dataclasses.replace(request, prompt=tuple(ids), ignore_eos=ignore_eos)
     engine = Engine(loaded.runnable)
     if as_json:
         typer.echo(terminal.result_json(loaded, engine.complete(request)))
@@ -178,6 +199,7 @@ def chat(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
+    asked = Request(_ANY_PROMPT, sampling, max_tokens, tuple(stop or ()))
 
     loaded = _load(model, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
     tokenizer = loaded.tokenizer
@@ -188,7 +210,7 @@ def chat(
     tokenizer.chat([{"role": "user", "content": "x"}])  # tells now if there is no chat template
 
     def make(messages: list[terminal.Message]) -> Request:
-        return Request(tuple(tokenizer.chat(messages)), sampling, max_tokens, tuple(stop or ()))
+        return dataclasses.replace(asked, prompt=tuple(tokenizer.chat(messages)))
 
     terminal.chat_loop(Engine(loaded.runnable), make, system)
 
@@ -296,6 +318,10 @@ def main() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
+    reconfigure = getattr(sys.stdin, "reconfigure", None)
+    if reconfigure is not None:
+        # Bytes that are no text reach the tokenizer's check, whose message says so.
+        reconfigure(errors="surrogateescape")
     wait_passively()
     app(prog_name="hetero")
 

@@ -149,7 +149,8 @@ def eos_ids(folder: Path, text_config: Any, tokenizer: Tokenizer | None) -> froz
             raise InputError(f"{path}: cannot be read as JSON: {error}") from None
     if listed is None:
         listed = getattr(text_config, "eos_token_id", None)
-    ids = [listed] if isinstance(listed, int) else list(listed or ())
+        path = folder / "config.json"
+    ids = list(listed) if isinstance(listed, list | tuple) else [] if listed is None else [listed]
     if any(not isinstance(token, int) or isinstance(token, bool) for token in ids):
         raise InputError(f"{path}: field 'eos_token_id' is {listed!r}, must be an id or a list of ids")
     if tokenizer is not None and tokenizer.eos_id is not None:

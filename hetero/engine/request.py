@@ -13,7 +13,10 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One answer to make. ``max_tokens`` None: up to the end of the context."""
+    """One answer to make. ``max_tokens`` None: up to the end of the context.
+
+    Raises InputError for an empty prompt, a ``max_tokens`` below 1 and an empty stop string.
+    """
 
     prompt: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -26,6 +29,8 @@ class Request:
             raise InputError("the prompt is empty: it must have at least one token")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"max_tokens={self.max_tokens}: must be at least 1")
+        if not all(self.stop):
+            raise InputError("stop: a stop string must not be empty")
 
 
 @dataclass(frozen=True, slots=True)

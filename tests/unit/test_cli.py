@@ -178,6 +178,49 @@ def test_wrong_options(folder: Path, options: list[str], message: str) -> None:
     assert message in refused(2, "run", folder, *options)
 
 
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("run", ["-p", "a", "--max-tokens", "0"], "max_tokens=0"),
+        ("run", ["-p", "a", "--stop", ""], "stop string"),
+        ("run", ["--prompt-ids", ","], "at least one token"),
+        ("run", ["-p", "a", "--top-k", "-" + "9" * 400], "top_k"),
+        ("run", ["-p", "a", "--seed", "9" * 400], "seed"),
+        ("run", ["-p", "a", "--temperature", "nan"], "temperature"),
+        ("chat", ["--max-tokens", "-3"], "max_tokens=-3"),
+        ("chat", ["--stop", ""], "stop string"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else v[-2],
+)
+def test_a_wrong_request_is_told_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, command: str, options: list[str], message: str
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("the model is being loaded")
+
+    monkeypatch.setattr(cli, "_load", load)
+    assert message in refused(2, command, "folder", *options)
+
+
+def test_a_huge_top_k_keeps_all(folder: Path) -> None:
+    options = [folder, "--prompt-ids", "5", "--max-tokens", 4, "--temperature", 1, "--seed", 2, "--top-k"]
+    assert answer(*options, "9" * 400)["token_ids"] == answer(*options, 300)["token_ids"]
+
+
+@pytest.mark.parametrize("words", [("run", "-p", "a", "{}"), ("run", "folder", "-p", "a", "--rules", "{}")])
+def test_a_path_that_the_system_refuses(folder: Path, words: tuple[str, ...]) -> None:
+    long = "x" * 5000
+    message = refused(2, *(str(folder) if word == "folder" else word.format(long) for word in words))
+    assert message == f"hetero: {long}: File name too long\n"
+
+
+@pytest.mark.parametrize("value", ["2.5", '"</s>"', '{"a": 1}', "true", "[1, null]"])
+def test_a_wrong_end_of_text(bare: Path, value: str) -> None:
+    (bare / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+    message = refused(2, "run", bare, "--prompt-ids", "1")
+    assert "generation_config.json: field 'eos_token_id'" in message
+
+
 def test_wrong_models(tmp_path: Path, bare: Path) -> None:
     assert "no-such-model" in refused(2, "run", "no-such-model", "-p", "a")
     assert "config.json" in refused(2, "run", tmp_path / "..", "-p", "a")
@@ -272,6 +315,20 @@ def test_chat_remembers_resets_and_leaves(folder: Path, monkeypatch: pytest.Monk
     assert "/what: no such command" in result.stderr
     assert "context" in result.stderr
     assert result.stderr.count("tok/s") == 4
+
+
+def test_chat_survives_bytes_that_are_no_text(folder: Path) -> None:
+    done = subprocess.run(
+        [*PYTHON, "chat", str(folder), "--max-tokens", "2"],
+        input=b"caf\xe9\nhello\n",
+        env=ENV,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"not valid Unicode" in done.stderr
+    assert done.stderr.count(b"tok/s") == 1
 
 
 def spawn(*args: object) -> subprocess.Popen[str]:
