@@ -97,10 +97,9 @@ def _job(engine: Engine, body: Sampling, prompt: list[int], limit: int | None) -
 
 
 async def _answer(request: Request, worker: Worker, job: Job, writer: Writer, body: Sampling) -> Response:
-    ticket = worker.submit(job)
     if body.stream:
-        return StreamingResponse(_stream(ticket, writer), media_type="text/event-stream")
-    result = await _collect(request, ticket)
+        return StreamingResponse(_stream(worker, job, writer), media_type="text/event-stream")
+    result = await _collect(request, worker.submit(job))
     if result is None:
         return Response(status_code=CLIENT_LEFT)
     if result.finish_reason == "cancelled":
@@ -108,7 +107,9 @@ async def _answer(request: Request, worker: Worker, job: Job, writer: Writer, bo
     return JSONResponse(writer.whole(result))
 
 
-async def _stream(ticket: Ticket, writer: Writer) -> AsyncIterator[str]:
+async def _stream(worker: Worker, job: Job, writer: Writer) -> AsyncIterator[str]:
+    # Not before the first chunk is asked for: a client that has left by then leaves nothing to cancel.
+    ticket = worker.submit(job)
     try:
         if writer.kind == "chat":
             yield sse(writer.opening())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -62,7 +63,7 @@ class Served:
         assert lines[-1] == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
-    def wait_idle(self, seconds: float = 3.0) -> None:
+    def wait_idle(self, seconds: float = 15.0) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             health = self.client.get("/health").json()
@@ -302,6 +303,8 @@ def test_other_mistakes(served: Served) -> None:
         answer = served.client.post(path, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400, answer.text
         assert "Unicode" in answer.json()["error"]["message"]
+    assert served.refused(TEXT, prompt="a", top_k=-(10**400))["param"] == "top_k"
+    served.post(TEXT, prompt="a", max_tokens=1, top_k=10**400)
 
 
 def test_leaving_a_stream_ends_it_within_a_step(served: Served) -> None:
@@ -326,18 +329,35 @@ def test_leaving_a_whole_answer_or_the_queue_frees_both(served: Served) -> None:
 
         def impatient() -> None:
             with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=served.client.base_url) as client:
-                client.post(TEXT, json=body, timeout=0.3)
+                client.post(TEXT, json=body, timeout=2)
 
         threads.append(threading.Thread(target=impatient))
         threads[-1].start()
-    time.sleep(0.15)
-    health = served.client.get("/health").json()
-    assert (health["running"], health["waiting"]) == (1, 2)
-    for thread in threads:
-        thread.join()
+    seen = set()
+    while any(thread.is_alive() for thread in threads):
+        health = served.client.get("/health").json()
+        seen.add((health["running"], health["waiting"]))
+        time.sleep(0.01)
+    assert (1, 2) in seen
     served.wait_idle()
-    # Three whole answers would be 1200 passes.
-    assert served.passes - before < 100
+    # A whole answer is 400 passes, and takes at least 8 s.
+    assert served.passes - before < 400
+
+
+def test_a_stream_that_nobody_reads_is_not_begun(served: Served) -> None:
+    """A client that leaves before the first chunk is asked for: the framework never starts the generator."""
+    from hetero.server.answers import Writer
+    from hetero.server.app import _answer
+    from hetero.server.protocol import CompletionBody
+    from hetero.server.worker import Worker
+
+    worker = Worker(served.engine)
+    body = CompletionBody(prompt=[5], stream=True)
+    job = Request((5,), max_tokens=400)
+    response = asyncio.run(_answer(None, worker, job, Writer("text", "tiny"), body))  # type: ignore[arg-type]
+    assert response.status_code == 200
+    assert worker.load() == (0, 0)
+    worker.close()
 
 
 def test_requests_in_parallel_do_not_mix(served: Served) -> None:
