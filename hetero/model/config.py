@@ -34,7 +34,8 @@ _SHAPING_FIELDS = (
 def load_config(source: str | Path | dict[str, Any]) -> hf.Config:
     """Read a config.json, the one of a folder, or a dictionary.
 
-    Raises InputError for a file that cannot be read, an unknown ``model_type`` and an absent shaping field.
+    Raises InputError for a file that cannot be read, an unknown or refused ``model_type`` and an absent
+    shaping field.
     """
     data, where = _read_config(source)
     model_type = data.get("model_type")
@@ -46,6 +47,7 @@ def load_config(source: str | Path | dict[str, Any]) -> hf.Config:
         near = difflib.get_close_matches(model_type, list(hf.CONFIG_MAPPING_NAMES), n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise InputError(f"{where}: unknown model_type {model_type!r}{hint}")
+    check_type(model_type)
     config_class = hf.CONFIG_MAPPING[model_type]
     _check_fields(data, config_class, where)
     try:
