@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -58,16 +59,29 @@ void futex(std::atomic<uint32_t>* word, int op, uint32_t value) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), op | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
 }
 
-void set_cpus(pthread_attr_t* attributes, const std::vector<int>& cpus) {
-  if (cpus.empty()) return;
-  const int most = *std::max_element(cpus.begin(), cpus.end());
-  cpu_set_t* set = CPU_ALLOC(static_cast<size_t>(most) + 1);
-  if (set == nullptr) return;
-  const size_t bytes = CPU_ALLOC_SIZE(static_cast<size_t>(most) + 1);
-  CPU_ZERO_S(bytes, set);
-  for (const int cpu : cpus) CPU_SET_S(static_cast<size_t>(cpu), bytes, set);
-  pthread_attr_setaffinity_np(attributes, bytes, set);
-  CPU_FREE(set);
+// A set of CPUs as the kernel takes it.
+class CpuSet {
+ public:
+  explicit CpuSet(const std::vector<int>& cpus) : bytes_(CPU_ALLOC_SIZE(kMost)), set_(CPU_ALLOC(kMost)) {
+    if (set_ == nullptr) throw std::bad_alloc();
+    CPU_ZERO_S(bytes_, set_);
+    for (const int cpu : cpus) CPU_SET_S(static_cast<size_t>(cpu), bytes_, set_);
+  }
+  ~CpuSet() { CPU_FREE(set_); }
+  CpuSet(const CpuSet&) = delete;
+  CpuSet& operator=(const CpuSet&) = delete;
+  cpu_set_t* get() const { return set_; }
+  size_t bytes() const { return bytes_; }
+  bool has(int cpu) const { return CPU_ISSET_S(static_cast<size_t>(cpu), bytes_, set_); }
+
+ private:
+  static constexpr int kMost = 8192;  // what Linux is built for at most on x86-64
+  size_t bytes_;
+  cpu_set_t* set_;
+};
+
+bool contains(const std::vector<int>& cpus, int cpu) {
+  return std::find(cpus.begin(), cpus.end(), cpu) != cpus.end();
 }
 
 }  // namespace
@@ -125,7 +139,11 @@ void Pool::start_workers() {
     pthread_t id;
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
-    set_cpus(&attributes, seats_[static_cast<size_t>(i)].cpus);
+    const std::vector<int>& cpus = seats_[static_cast<size_t>(i)].cpus;
+    if (!cpus.empty()) {
+      const CpuSet set(cpus);
+      pthread_attr_setaffinity_np(&attributes, set.bytes(), set.get());
+    }
     failure = pthread_create(&id, &attributes, &Pool::main, &starts_.back());
     // A CPU that went offline, or left this process's mask, is no reason to fail: run anywhere.
     if (failure == EINVAL) failure = pthread_create(&id, nullptr, &Pool::main, &starts_.back());
@@ -254,6 +272,20 @@ void Pool::complete(int phase) {
   publish(make_tag(epoch_, static_cast<uint64_t>(phase + 1)));
 }
 
+// Takes a caller that sits on a worker's core to its own; both would wait for each other there, since the
+// worker cannot leave. Nothing is done for a thread that may not run on that core.
+void Pool::step_off() const {
+  const std::vector<int>& own = seats_[0].cpus;
+  if (own.empty() || contains(own, sched_getcpu())) return;
+  CpuSet mask({});
+  if (sched_getaffinity(0, mask.bytes(), mask.get()) != 0) return;
+  for (const int cpu : own) {
+    if (!mask.has(cpu)) return;
+  }
+  const CpuSet target(own);
+  if (sched_setaffinity(0, target.bytes(), target.get()) == 0) sched_setaffinity(0, mask.bytes(), mask.get());
+}
+
 // Divides the chunks of a phase among the shares.
 void Pool::deal(int phase) {
   const Phase& p = phases_[phase];
@@ -317,6 +349,7 @@ void Pool::run(const Phase* phases, int count) {
     return;
   }
   if (!started_) start_workers();
+  step_off();
   phase_count_ = kept;
   error_ = nullptr;
   failed_.store(false, std::memory_order_relaxed);

@@ -63,8 +63,9 @@ class Pool {
  public:
   static constexpr int kMaxPhases = 7;
 
-  // One seat a thread; the calling thread of run() takes the first, whose CPUs are not applied to it. The
-  // others are workers, started at the first run.
+  // One seat a thread. The calling thread of run() takes the first: where that names CPUs, which must then be
+  // no worker's, a caller found elsewhere is moved there before the step; its mask stays as it is, since it
+  // has other work between steps. The others are workers, started at the first run.
   explicit Pool(std::vector<Seat> seats);
   ~Pool();
   Pool(const Pool&) = delete;
@@ -105,6 +106,7 @@ class Pool {
   void start_workers();
   void stop_workers();
   void worker(int thread);
+  void step_off() const;
   void deal(int phase);
   void complete(int phase);
   Claim claim(uint64_t tag, size_t share, int thread);

@@ -81,10 +81,10 @@ def default_threads(topology: Topology, quota: float | None) -> int:
 
 
 def seats(topology: Topology, threads: int, quota: float | None = None) -> list[Seat]:
-    """Seats for ``threads`` threads, dealt over the nodes in turn; the first is the caller's, on no CPU.
+    """Seats for ``threads`` threads, dealt over the nodes in turn; the first is the caller's.
 
-    A pool of all worker cores gets one core a thread, its first SMT sibling, and leaves one core to the
-    caller. A smaller pool, or one under a CPU quota, shares the machine with others whose place is not known:
+    A pool of all worker cores gets one core a thread, its first SMT sibling; the first core with all its
+    siblings is the caller's. A smaller pool, or one under a CPU quota, shares the machine with others whose place is not known:
     its threads are held to their node, one sibling a core, and the kernel chooses. More threads than cores
     may use all siblings.
     """
@@ -98,10 +98,10 @@ def seats(topology: Topology, threads: int, quota: float | None = None) -> list[
     for i in range(threads):
         rank, n = turn[i % len(turn)]
         cores = by_node[split[n]]
-        if i == 0 or not topology.bound:
+        if not topology.bound or (i == 0 and not own_core):
             cpus: tuple[int, ...] = ()
         elif own_core:
-            cpus = (cores[rank][0],)
+            cpus = cores[rank] if i == 0 else (cores[rank][0],)
         elif threads <= len(turn):
             cpus = tuple(core[0] for core in cores)
         else:

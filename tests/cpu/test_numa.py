@@ -3,6 +3,7 @@ real second node can show is in tests/numa."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -244,3 +245,28 @@ def test_workers_sit_on_their_cores_and_leave_one() -> None:
         if status["Name"].strip() == "hetero-worker":
             masks.append(topology.parse_list(status["Cpus_allowed_list"]))
     assert sorted(masks) == [(core.cpus[0],) for core in here.worker_cores[1:]]
+
+
+def test_a_caller_on_a_workers_core_steps_off_and_keeps_its_mask() -> None:
+    here = topology.read()
+    if len(here.worker_cores) < 2 or cpu.hw_cpu.quota() is not None:
+        pytest.skip("no worker is pinned")
+    cpu.set_threads(len(here.worker_cores))
+    first, last = here.worker_cores[0].cpus, here.worker_cores[-1].cpus[0]
+    mask = os.sched_getaffinity(0)
+    libc = ctypes.CDLL(None)
+    on_first = 0
+    try:
+        for _ in range(20):
+            os.sched_setaffinity(0, {last})
+            os.sched_setaffinity(0, mask)
+            cpu._cpu.pool_exercise(1, 0, -1)
+            on_first += libc.sched_getcpu() in first
+            assert os.sched_getaffinity(0) == mask
+        # A caller that may run on that one core alone is left there.
+        os.sched_setaffinity(0, {last})
+        assert cpu._cpu.pool_exercise(8, 10, -1) == 16
+        assert os.sched_getaffinity(0) == {last}
+    finally:
+        os.sched_setaffinity(0, mask)
+    assert on_first >= 10  # the kernel may move it again at any time

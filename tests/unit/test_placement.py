@@ -67,9 +67,9 @@ def test_machines_on_paper_are_not_bound() -> None:
     assert place("split", replace(TWO, bound=False)) == Placement(Spread.SPLIT, (-1, -1))
 
 
-def test_all_cores_get_a_thread_each_and_one_stays_with_the_caller() -> None:
-    assert seats(ONE, 4) == [Seat(0), Seat(0, (1,)), Seat(0, (2,)), Seat(0, (3,))]
-    assert seats(TWO, 4) == [Seat(0), Seat(1, (2,)), Seat(0, (1,)), Seat(1, (3,))]
+def test_all_cores_get_a_thread_each_and_the_first_is_the_callers() -> None:
+    assert seats(ONE, 4) == [Seat(0, (0, 4)), Seat(0, (1,)), Seat(0, (2,)), Seat(0, (3,))]
+    assert seats(TWO, 4) == [Seat(0, (0, 4)), Seat(1, (2,)), Seat(0, (1,)), Seat(1, (3,))]
 
 
 def test_a_smaller_pool_is_held_to_its_nodes() -> None:
@@ -92,7 +92,7 @@ def test_more_threads_than_cores_use_all_siblings() -> None:
 def test_slow_cores_get_no_thread() -> None:
     hybrid = replace(ONE, cores=tuple(replace(c, fast=c.cpus[0] < 2) for c in ONE.cores))
     assert default_threads(hybrid, None) == 2
-    assert seats(hybrid, 2) == [Seat(0), Seat(0, (1,))]
+    assert seats(hybrid, 2) == [Seat(0, (0, 4)), Seat(0, (1,))]
 
 
 def test_cores_beside_no_memory_count_to_their_nearest_node() -> None:
