@@ -10,6 +10,7 @@ from hetero.report.schema import ENOUGH_ROUNDS, Cell, Report, Sample, Sweep, Thr
 
 _WORTH = 0.02  # differences below this share are not worth a sentence, however sure
 _MEMORY_BOUND = 0.8  # share of plain reads from which decode waits for memory
+_OWN = 0.9  # share of their cores that threads get on a quiet machine
 _NOISY = 0.15  # spread of a result from which the machine was busy with something else
 _NEAR_BEST = 0.97  # threads are enough when they reach this share of the best count
 
@@ -87,7 +88,13 @@ def _noise(report: Report) -> list[str]:
     spread = statistics.median(c.seconds.spread for c in report.cells)
     rounds = min(len(c.seconds.rounds) for c in report.cells)
     told = []
-    if spread > _NOISY:
+    share = report.cpu_share.median
+    if share < _OWN:
+        told.append(
+            f"The {report.settings.threads} threads got {share:.0%} of their cores: other work, a quota or the "
+            "host took the rest. Shares of reads and peaks hold better than absolute figures."
+        )
+    elif spread > _NOISY:
         told.append(
             f"The machine was busy: results vary by {spread:.0%} either way from round to round. Shares and "
             "comparisons are of the same rounds and hold better than absolute figures; repeat when it is "

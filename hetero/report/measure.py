@@ -170,19 +170,24 @@ class Peaks:
         seconds, hertz = cpu.run_probe(name, rounds, chunks)
         return self.probes[name].ops * rounds * chunks / seconds / 1e12, hertz / 1e9
 
-    def measure(self, rounds: int, budget: Budget) -> tuple[list[Peak], Sample]:
-        """Every peak and the clock of idle vector units, in turns. At least one round."""
+    def measure(self, rounds: int, budget: Budget) -> tuple[list[Peak], Sample, Sample]:
+        """Every peak, the clock of idle vector units, and the share of their cores that the threads got; in
+        turns, at least one round."""
         tops: dict[str, list[float]] = {name: [] for name in self.probes}
         clocks: dict[str, list[float]] = {name: [] for name in self.probes}
         idle: list[float] = []
+        shares: list[float] = []
         for number in range(rounds):
             if number and budget.left <= 0:
                 break
             idle.append(cpu.run_probe("", 1)[1] / 1e9)
+            start, used = time.perf_counter(), time.process_time()
             for name in self.probes:
                 rate, clock = self.run(name)
                 tops[name].append(rate)
                 clocks[name].append(clock)
+            asked = (time.perf_counter() - start) * cpu.threads()
+            shares.append(max(1e-3, (time.process_time() - used) / asked))
         found = [
             Peak(
                 instruction=probe.instruction,
@@ -194,7 +199,7 @@ class Peaks:
             )
             for name, probe in self.probes.items()
         ]
-        return found, Sample(rounds=idle)
+        return found, Sample(rounds=idle), Sample(rounds=shares)
 
     def of_kernel(self, kernel: str) -> str:
         """The instruction that a kernel spends its products on, by the kernel's name."""

@@ -129,13 +129,13 @@ class _Profile:
         options = self.options
         self.progress("peaks of the instructions")
         self.peaks = Peaks(options.isas)
-        self.peak_list, idle = self.peaks.measure(9, Budget(options.budget_s * 0.05))
+        self.peak_list, idle, share = self.peaks.measure(9, Budget(options.budget_s * 0.05))
         for left, fmt in zip(range(len(options.formats), 0, -1), options.formats, strict=True):
             if self.cells and self.budget.left <= 0:
                 self.notes.append(f"The budget of {options.budget_s:g} s left out {fmt}.")
                 continue
             self._format(fmt, Budget(max(0.0, self.budget.left / left)))
-        return self._report(idle)
+        return self._report(idle, share)
 
     def _format(self, fmt: Format, budget: Budget) -> None:
         options = self.options
@@ -207,7 +207,7 @@ class _Profile:
             chosen.append(isa)
         return [isa for isa in self.options.isas if isa in chosen]
 
-    def _report(self, idle: Sample) -> Report:
+    def _report(self, idle: Sample, share: Sample) -> Report:
         options = self.options
         identity = hw_cpu.identity()
         for weights in self.weights:
@@ -244,6 +244,7 @@ class _Profile:
                 seed=options.seed,
             ),
             idle_clock_ghz=idle,
+            cpu_share=share,
             peaks=self.peak_list,
             weights=self.weights,
             cells=sorted(self.cells, key=self._order),

@@ -206,6 +206,7 @@ class Report(Model):
     shape: Shape
     settings: Settings
     idle_clock_ghz: Sample
+    cpu_share: Sample  # processor time of the threads during the peak loops, over what they asked for
     peaks: list[Peak]
     weights: list[Weights]
     cells: list[Cell]

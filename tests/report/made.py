@@ -85,6 +85,7 @@ def report(
     idle_ghz: float = 3.0,
     amx_ghz: float = 3.0,
     beyond_l3: bool | None = True,
+    cpu_share: float = 0.99,
     cpu: str = "Made-up CPU",
 ) -> Report:
     formats = list(dict.fromkeys(c.format for c in cells))
@@ -115,6 +116,7 @@ def report(
             seed=0,
         ),
         idle_clock_ghz=around(idle_ghz),
+        cpu_share=around(cpu_share),
         peaks=[
             Peak(
                 instruction=PEAK_OF[isa],

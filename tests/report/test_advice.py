@@ -139,4 +139,6 @@ def test_a_slower_clock_is_told_when_it_is_sure() -> None:
 def test_a_busy_machine_and_too_few_rounds_come_first() -> None:
     wild = Sample(rounds=[1e-3, 2e-3, 0.5e-3])
     assert "The machine was busy" in advise(report([cell("amx", 1, wild)]))[0]
+    crowded = advise(report([cell("amx", 1, 1e-3)], cpu_share=0.55))
+    assert crowded[0].startswith("The 8 threads got 55% of their cores")
     assert "fewer than three rounds" in advise(report([cell("amx", 1, Sample(rounds=[1e-3, 1e-3]))]))[0]

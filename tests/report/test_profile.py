@@ -42,7 +42,7 @@ def test_a_tiny_profile_ends_and_tells_all(tmp_path: Path) -> None:
         "--html", page, "--threads", 2, "--memory", "64M",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     found = read_report(out)
     assert found.shape.layers == 3
     assert found.settings.threads == 2
