@@ -91,8 +91,8 @@ def _noise(report: Report) -> list[str]:
     share = report.cpu_share.median
     if share < _OWN:
         told.append(
-            f"The {report.settings.threads} threads got {share:.0%} of their cores: other work, a quota or the "
-            "host took the rest. Shares of reads and peaks hold better than absolute figures."
+            f"The {report.settings.threads} threads got {share:.0%} of their cores: other work, a quota or "
+            "the host took the rest. Shares of reads and peaks hold better than absolute figures."
         )
     elif spread > _NOISY:
         told.append(
