@@ -55,7 +55,8 @@ def test_idle_pool_uses_no_cpu() -> None:
     time.sleep(0.05)
     start = time.process_time()
     time.sleep(1.0)
-    assert time.process_time() - start < 0.01
+    # One thread that spins would use a second.
+    assert time.process_time() - start < 0.1
 
 
 def test_two_callers_at_once(generator: torch.Generator) -> None:
