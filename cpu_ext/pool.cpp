@@ -220,8 +220,10 @@ void Pool::execute(int phase, int64_t chunk, int thread) noexcept {
   }
 }
 
-// Takes one chunk of a share and runs it.
-Pool::Claim Pool::claim(uint64_t tag, size_t share, int thread) {
+int64_t Pool::left_of(int phase) const { return int64_t{shares_used_[phase]} << 32 | phases_[phase].chunks; }
+
+// Takes one chunk of a share and runs it; counts the share in `emptied` when it was the last.
+Pool::Claim Pool::claim(uint64_t tag, size_t share, int thread, int64_t* emptied) {
   Share& s = shares_[share];
   const int phase = static_cast<int>(phase_of(tag));
   uint64_t word = s.word.load(std::memory_order_acquire);
@@ -233,7 +235,7 @@ Pool::Claim Pool::claim(uint64_t tag, size_t share, int thread) {
     if (begin + next >= end) return Claim::kEmpty;
     if (s.word.compare_exchange_weak(word, make_word(tag, next + 1), std::memory_order_acq_rel,
                                      std::memory_order_acquire)) {
-      if (begin + next + 1 == end) open_.fetch_sub(1, std::memory_order_relaxed);
+      *emptied += begin + next + 1 == end;
       execute(phase, begin + next, thread);
       return Claim::kRan;
     }
@@ -245,30 +247,29 @@ bool Pool::work(uint64_t tag, int thread) {
   const int phase = static_cast<int>(phase_of(tag));
   const int only = only_[phase].load(std::memory_order_relaxed);
   if (only >= 0 && thread != 0 && node_of(thread) != only) return false;
-  int64_t ran = 0;
+  int64_t ran = 0, emptied = 0;
   Claim last = Claim::kEmpty;
   for (const int share : order_[static_cast<size_t>(thread)]) {
-    if (share != thread && open_.load(std::memory_order_relaxed) <= 0) break;
+    if (share != thread && (left_.load(std::memory_order_relaxed) >> 32) <= emptied) break;
     do {
-      last = claim(tag, static_cast<size_t>(share), thread);
+      last = claim(tag, static_cast<size_t>(share), thread, &emptied);
       ran += last == Claim::kRan;
     } while (last == Claim::kRan);
     if (last == Claim::kStale) break;
   }
   if (ran == 0) return last == Claim::kStale;
-  const int64_t total = phases_[phase].chunks;
-  if (done_.fetch_add(ran, std::memory_order_acq_rel) + ran == total) complete(phase);
+  const int64_t delta = -ran - (emptied << 32);
+  if (left_.fetch_add(delta, std::memory_order_acq_rel) + delta == 0) complete(phase);
   return true;
 }
 
 // Called by the thread that completed the phase: nobody else can claim or count until it publishes.
 void Pool::complete(int phase) {
-  done_.store(0, std::memory_order_relaxed);
   if (phase + 1 == phase_count_) {
     publish(make_tag(epoch_, kDone));
     return;
   }
-  open_.store(shares_used_[phase + 1], std::memory_order_relaxed);
+  left_.store(left_of(phase + 1), std::memory_order_relaxed);
   publish(make_tag(epoch_, static_cast<uint64_t>(phase + 1)));
 }
 
@@ -358,7 +359,7 @@ void Pool::run(const Phase* phases, int count) {
     shares_[static_cast<size_t>(t)].word.store(make_word(make_tag(epoch_, 0), 0), std::memory_order_release);
   }
   for (int i = 0; i < kept; ++i) deal(i);
-  open_.store(shares_used_[0], std::memory_order_relaxed);
+  left_.store(left_of(0), std::memory_order_relaxed);
   publish(make_tag(epoch_, 0));
   for (;;) {
     const uint64_t tag = now_.load(std::memory_order_acquire);

@@ -39,7 +39,7 @@ struct Seat {
 // `now_` holds (epoch, phase), the tag of the phase in progress. `shares_[t].word` holds (tag, next chunk of
 // t's share); a word with an older tag stands for "none taken yet", so nobody has to reset it between phases.
 // A thread claims a chunk by a compare-and-swap of that word to (tag, next + 1). Between a successful claim
-// and its count in `done_` the step cannot end, so what the caller wrote for this step is stable and visible.
+// and its count in `left_` the step cannot end, so what the caller wrote for this step is stable and visible.
 //
 // A thread without a claim may hold a stale tag at any time. Within its epoch nothing that it reads changes,
 // and every share of a finished phase is used up. Between epochs run() first moves every word to the new
@@ -47,12 +47,10 @@ struct Seat {
 // also seen a new word, either by reading it, which tells it that its tag is old, or by its swap, which then
 // fails.
 //
-// `open_` counts the shares of the phase that still have chunks to take. It saves threads from looking
-// through all shares at the end of a phase; owners do not look at it.
-//
-// A thread counts finished chunks for itself and adds them to `done_` (acq_rel) when it finds no more to
-// claim. Whoever makes the count complete has acquired all other writes and publishes the next phase
-// (release).
+// `left_` holds the chunks of the phase that are not yet counted as done and, from bit 32 on, the shares that
+// are not yet counted as used up; these save threads from looking through all shares at the end of a phase. A
+// thread counts for itself and takes its sums off `left_` (acq_rel) when it finds no more to claim. Whoever
+// brings it to zero has acquired all other writes and publishes the next phase (release).
 //
 // Sleeping: a thread raises `sleepers`, reads `signal`, looks at now_ once more, then waits on `signal`.
 // publish() stores now_, then reads `sleepers`. These four are seq_cst, so either the sleeper sees the new
@@ -108,8 +106,9 @@ class Pool {
   void worker(int thread);
   void step_off() const;
   void deal(int phase);
+  int64_t left_of(int phase) const;
   void complete(int phase);
-  Claim claim(uint64_t tag, size_t share, int thread);
+  Claim claim(uint64_t tag, size_t share, int thread, int64_t* emptied);
   bool work(uint64_t tag, int thread);
   void execute(int phase, int64_t chunk, int thread) noexcept;
   void publish(uint64_t tag);
@@ -133,8 +132,7 @@ class Pool {
   std::atomic<int> only_[kMaxPhases] = {};
   int shares_used_[kMaxPhases] = {};  // shares with chunks
   alignas(64) std::atomic<uint64_t> now_;
-  alignas(64) std::atomic<int64_t> done_{0};
-  alignas(64) std::atomic<int> open_{0};
+  alignas(64) std::atomic<int64_t> left_{0};
   Sleep worker_sleep_, caller_sleep_;
   std::atomic<bool> failed_{false};
   std::atomic<bool> stop_{false};
