@@ -71,7 +71,7 @@ symbols: $(DEV) $(EXT)
 pytest: $(DEV) $(EXT) $(DEMO)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# The same experts on two memory nodes, in a machine that QEMU emulates: about three minutes, root not needed, but
+# Experts on two memory nodes, in a machine that QEMU emulates: two to four minutes, root not needed, but
 # qemu-system-x86, busybox-static and e2fsprogs.
 test-numa: $(DEV) $(EXT)
 	HETERO_TEST_NUMA=$(VENV)/numa $(BIN)/python -m pytest tests/numa

@@ -57,7 +57,7 @@ def missing_tools() -> list[str]:
     ]
 
 
-def run(cache: Path, *, memory_mib: int = 3072, timeout: float = 1200) -> dict[str, object]:
+def run(cache: Path, *, memory_mib: int = 3072, timeout: float = 900) -> dict[str, object]:
     """Boot two nodes of two CPUs, run guest.py there and return what it found. Raises RuntimeError with the
     machine's console where it gives no result."""
     kernel = _kernel(cache)
