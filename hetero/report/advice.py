@@ -73,7 +73,7 @@ def advise(report: Report) -> list[str]:
 def _rate(report: Report, cell: Cell) -> str:
     layers = report.shape.layers
     of = f"{layers} layers" if layers > 1 else "1 layer"
-    return f"at most {report.bound(cell):,.4g} tokens/s from the experts of {of}"
+    return f"at most {report.bound(cell):,.3g} tokens/s from the experts of {of}"
 
 
 def _fastest(cells: Sequence[Cell]) -> Cell:
@@ -132,7 +132,7 @@ def _isa_sentence(report: Report, what: str, cells: Sequence[Cell]) -> str:
 
 
 def _decode_limit(report: Report, cell: Cell) -> str:
-    share, products = cell.read_share, cell.compute_s / cell.seconds.median
+    share, products = round(cell.read_share, 2), cell.compute_s / cell.seconds.median
     read = f"{cell.gb_s:.3g} GB/s of weights, {share:.0%} of plain reads in the same rounds"
     cached = [w for w in report.weights if w.format == cell.format and w.larger_than_l3 is False]
     if cached:
