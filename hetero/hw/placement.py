@@ -84,9 +84,9 @@ def seats(topology: Topology, threads: int, quota: float | None = None) -> list[
     """Seats for ``threads`` threads, dealt over the nodes in turn; the first is the caller's.
 
     A pool of all worker cores gets one core a thread, its first SMT sibling; the first core with all its
-    siblings is the caller's. A smaller pool, or one under a CPU quota, shares the machine with others whose place is not known:
-    its threads are held to their node, one sibling a core, and the kernel chooses. More threads than cores
-    may use all siblings.
+    siblings is the caller's. A smaller pool, or one under a CPU quota, shares the machine with others whose
+    place is not known: its threads are held to their node, one sibling a core, and the kernel chooses. More
+    threads than cores may use all siblings.
     """
     split = topology.split_nodes
     by_node: dict[int, list[tuple[int, ...]]] = {node: [] for node in split}

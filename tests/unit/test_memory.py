@@ -87,6 +87,25 @@ def test_nothing_readable(tmp_path: Path) -> None:
         memory.available(tmp_path)
 
 
+def test_free_memory_of_a_node(tmp_path: Path) -> None:
+    lines = [
+        "MemTotal: 100 kB",
+        "MemFree: 40 kB",
+        "Active(file): 5 kB",
+        "Inactive(file): 7 kB",
+        "KReclaimable: 3 kB",
+    ]
+    root = tree(tmp_path, {"sys/devices/system/node/node2/meminfo": "".join(f"Node 2 {x}\n" for x in lines)})
+    assert memory.node_available(2, root) == 55 * 1024
+    assert memory.node_available(0, root) is None
+    memory.require_on_node(2, 55 * 1024, "experts", root)
+    memory.require_on_node(0, 2**60, "experts", root)  # nothing tells: nothing to hold against it
+    with pytest.raises(
+        MachineError, match=r"share of NUMA node 2 is .*56321 bytes.*56320 bytes\) is free there"
+    ):
+        memory.require_on_node(2, 55 * 1024 + 1, "experts", root)
+
+
 def test_this_machine() -> None:
     assert 0 < memory.available().bytes < 2**50
 
