@@ -13,12 +13,29 @@ namespace hetero {
 //   bf16  16 rows x 2 values           a step is 2 k
 //   int8  16 rows x 4 codes            a step is 4 k; code = value + 128, so codes are unsigned
 //   int4  16 rows x 4 bytes            a step is 8 k; byte j holds k0+j in the low nibble, k0+4+j in the high
-// The codes of the whole block come first (k_pad / k_per_step steps), then fp16 scales [k_pad/group][16],
-// then, for int4 asymmetric, fp16 minima [k_pad/group][16].
-// A value is (code - zero) * scale with zero 128 (int8) or 8 (int4), or code * scale + minimum (int4a).
+//   fp8   16 rows x 4 codes            a step is 4 k; E4M3 (no infinities), 0x7f and 0xff never occur
+//   mxfp4, nvfp4   as int4; codes are E2M1: bit 3 is the sign, bits 0-2 are 0 0.5 1 1.5 2 3 4 6
+// The codes of the whole block come first (k_pad / k_per_step steps), then at scale_offset the scales:
+//   int8, int4, int4a   fp16 [k_pad/group][16]; then, for int4a, fp16 minima [k_pad/group][16] at min_offset
+//   fp8                 float32 [k_pad/128]: the scales of blocks of 128 x 128 of the matrix, of which every
+//                       block of 16 rows holds those of its rows
+//   mxfp4               E8M0 [k_pad/32][16]: a byte e is 2^(e - 127); 255 never occurs
+//   nvfp4               E4M3 [k_pad/16][16]; then one float32, the scale of the whole matrix, at min_offset
+// A value is (code - zero) * scale with zero 128 (int8) or 8 (int4), code * scale + minimum (int4a), the
+// code's number times its scale (fp8, mxfp4), or its number times (scale * matrix scale) (nvfp4).
 // Codes beyond k or n decode to zero (int4a: scale and minimum zero beyond n; beyond k the activations are
 // 0).
-enum Format : int32_t { kF32 = 0, kBf16 = 1, kInt8 = 2, kInt4 = 3, kInt4a = 4, kFormats = 5 };
+enum Format : int32_t {
+  kF32 = 0,
+  kBf16 = 1,
+  kInt8 = 2,
+  kInt4 = 3,
+  kInt4a = 4,
+  kFp8 = 5,
+  kMxfp4 = 6,
+  kNvfp4 = 7,
+  kFormats = 5  // with kernels so far
+};
 
 enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3, kIsas = 4 };
 
@@ -31,7 +48,7 @@ constexpr int kExactRows = 16;  // up to this many rows of a step, every ISA giv
 // max(group, 32). All offsets in bytes from the start of a block; block_bytes is a multiple of 64.
 struct Layout {
   int32_t format;
-  int32_t group;  // 32, 64 or 128; 0 for f32 and bf16
+  int32_t group;  // 32, 64 or 128; fp8 128, mxfp4 32, nvfp4 16; 0 for f32 and bf16
   int64_t n, k, n_pad, k_pad;
   int64_t block_bytes;
   int64_t scale_offset, min_offset;
@@ -41,8 +58,8 @@ struct Layout {
 //   q      int8 codes in [-127, 127], zero beyond k
 //   scale  one float per 32 values, [rows][k_pad / 32]; NaN where the group holds a non-finite value
 //   sum    sum of the codes of each group of 32, same shape
-//   f32    the values themselves, zero beyond k (formats f32 and bf16)
-// Only what the format needs is set: q, scale, sum for int8 / int4 / int4a; f32 for f32 and bf16.
+//   f32    the values themselves, zero beyond k
+// Only what the format needs is set: f32 for f32, bf16 and fp8; q, scale, sum for the others.
 struct Rows {
   const int8_t* q;
   const float* scale;
@@ -58,7 +75,13 @@ struct Rows {
 //                acc = fma((float)(int32 dot of group g, zero point subtracted), s, acc)
 //              int4a: acc = fma((float)(int32 dot of raw codes), s, acc), then
 //                     acc = fma((float)sum_a(m, g), min_w(row, g) * scale_a(m, g), acc)
+//              mxfp4: the int32 dot is of twice the codes' numbers; scale_w = 2^(e - 127) * 0.5
+//              nvfp4: likewise by halves h = 0, 1 of 16 k, each with its own scale:
+//                     scale_w = (E4M3 scale * 2^-8) * (matrix scale * 128), then s and acc as above
 //   f32, bf16: even k and odd k are accumulated apart by fma in ascending order; y = even + odd
+//   fp8:       acc = 0; for each 128 k ascending: even and odd k apart by fma in ascending order, from 0, of
+//              the codes' numbers * 2^-8 (an E4M3's bits, moved into an fp16); then
+//              acc = fma(even + odd, scale_w * 256, acc)
 // scratch: kScratchBytes per calling thread, 64-byte aligned, contents undefined.
 typedef void (*GemmFn)(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y,
                        int64_t ldy, void* scratch);
