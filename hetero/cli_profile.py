@@ -39,6 +39,7 @@ def profile(
         str | None, typer.Option(help="Of a step, with commas; default: 1,2,4,8,16,64,256,1024.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Default: the physical cores.")] = None,
+    numa: Annotated[str, typer.Option(help="As in a rule: split, replicate, node N or off.")] = "split",
     memory: Annotated[
         str | None,
         typer.Option(metavar="4G", help="Most for weights; default: a quarter of what is free, at most 8G."),
@@ -88,6 +89,7 @@ def profile(
             threads=threads,
             memory_bytes=_bytes(memory),
             budget_s=budget if budget is not None else (20.0 if quick else 120.0),
+            numa=numa,
             seed=seed,
             command=["hetero", *sys.argv[1:]],
         )

@@ -62,7 +62,14 @@ class Layers:
     """Packed experts of one format, as many layers in turn as leave the caches behind and fit the limit."""
 
     def __init__(
-        self, spec: ExpertSpec, fmt: Format, limit: int, l3: int | None, seconds: float = math.inf
+        self,
+        spec: ExpertSpec,
+        fmt: Format,
+        limit: int,
+        l3: int | None,
+        *,
+        seconds: float = math.inf,
+        numa: str = "off",
     ) -> None:
         """Packing stops after about ``seconds``, but not before the first layer."""
         self.format = fmt
@@ -81,9 +88,9 @@ class Layers:
         count = max(1, min(wanted, limit // one))
         generator = torch.Generator().manual_seed(1)
         budget = Budget(seconds)
-        self.layers = [_random_experts(self.spec, fmt, generator)]
+        self.layers = [_random_experts(self.spec, fmt, numa, generator)]
         while len(self.layers) < count and budget.left > 0:
-            self.layers.append(_random_experts(self.spec, fmt, generator))
+            self.layers.append(_random_experts(self.spec, fmt, numa, generator))
         self._turn = 0
         self._read_at = 0
 
@@ -128,8 +135,8 @@ class Layers:
         )
 
 
-def _random_experts(spec: ExpertSpec, fmt: Format, generator: torch.Generator) -> CpuExperts:
-    experts = CpuExperts(spec, fmt)
+def _random_experts(spec: ExpertSpec, fmt: Format, numa: str, generator: torch.Generator) -> CpuExperts:
+    experts = CpuExperts(spec, fmt, numa=numa)
     parts: list[Part] = ["gate", "up", "down"] if spec.has_gate else ["up", "down"]
     for e in range(spec.num_experts):
         if e >= PACKED:

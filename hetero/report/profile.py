@@ -16,6 +16,7 @@ from hetero.formats import Format, parse_format
 from hetero.hw import cpu as hw_cpu
 from hetero.hw import memory
 from hetero.hw.caches import l3_bytes
+from hetero.hw.placement import place
 from hetero.report.advice import advise
 from hetero.report.measure import Budget, Layers, Peaks, measure_cell, measure_sweep, step_ops
 from hetero.report.schema import (
@@ -52,6 +53,7 @@ class Options:
     threads: int
     memory_bytes: int
     budget_s: float
+    numa: str = "split"
     seed: int = 0
     command: tuple[str, ...] = ()
 
@@ -65,6 +67,7 @@ def make_options(
     threads: int | None,
     memory_bytes: int | None,
     budget_s: float,
+    numa: str = "split",
     seed: int = 0,
     command: Sequence[str] = (),
 ) -> Options:
@@ -83,6 +86,7 @@ def make_options(
     chosen = [cpu.pick_isa(name) for name in dict.fromkeys(isas)]
     here = cpu.isas()
     chosen = sorted(set(chosen) or ({*here} - {"scalar"} or {"scalar"}), key=here.index)
+    place(numa, cpu.machine())
     parsed = dict.fromkeys(parse_format(text) for text in formats)
     found, spec = find_shape(shape)
     return Options(
@@ -94,6 +98,7 @@ def make_options(
         threads=threads or cpu.threads(),
         memory_bytes=memory_bytes or min(memory.available().bytes // 4, MOST_MEMORY),
         budget_s=budget_s,
+        numa=numa,
         seed=seed,
         command=tuple(command),
     )
@@ -140,7 +145,9 @@ class _Profile:
     def _format(self, fmt: Format, budget: Budget) -> None:
         options = self.options
         self.progress(f"{fmt}: packing")
-        layers = Layers(options.spec, fmt, options.memory_bytes, self.l3, budget.left * 0.25)
+        layers = Layers(
+            options.spec, fmt, options.memory_bytes, self.l3, seconds=budget.left * 0.25, numa=options.numa
+        )
         if layers.spec.num_experts < options.spec.num_experts:
             self.notes.append(
                 f"{fmt}: measured on {layers.spec.num_experts} of {options.spec.num_experts} experts, "
@@ -239,6 +246,7 @@ class _Profile:
                 isas=list(options.isas),
                 formats=[str(fmt) for fmt in options.formats],
                 tokens=list(options.tokens),
+                numa=options.numa,
                 memory_bytes=options.memory_bytes,
                 budget_s=options.budget_s,
                 seed=options.seed,

@@ -91,6 +91,7 @@ class Settings(Model):
     isas: list[str]
     formats: list[str]
     tokens: list[int]
+    numa: str  # how experts lie over memory nodes
     memory_bytes: int  # most that weights may take
     budget_s: float
     seed: int

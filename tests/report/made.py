@@ -111,6 +111,7 @@ def report(
             isas=isas,
             formats=formats,
             tokens=sorted({c.tokens for c in cells}),
+            numa="split",
             memory_bytes=2**32,
             budget_s=10,
             seed=0,

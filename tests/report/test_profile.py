@@ -116,6 +116,8 @@ def test_a_result_is_shown_again_with_another_beside_it(tmp_path: Path) -> None:
         (["--tokens", "0"], "--tokens 0: must be from 1"),
         (["--threads", "0"], "--threads 0: must be at least 1"),
         (["--budget", "0"], "--budget 0: must be more than 0"),
+        (["--numa", "sideways"], "sideways"),
+        (["--numa", "node 77"], "no NUMA node 77"),
         (["--memory", "lots"], "--memory lots: must be a size such as 4G"),
         (["--memory", "0"], "--memory: must be more than 0"),
         (["--json", "/nowhere/out.json"], "/nowhere/out.json: cannot be written"),
