@@ -9,7 +9,7 @@ from importlib.resources import files
 from hetero.report import plots
 from hetero.report.schema import Cell, Report
 from hetero.report.svg import frame, number, swatch
-from hetero.report.text import kernels
+from hetero.report.text import kernels, threads
 
 
 def page(reports: Sequence[Report]) -> str:
@@ -92,7 +92,7 @@ def _tiles(report: Report) -> str:
         for what, value, unit, sub in tiles
     )
     return (
-        f"<section><h2>{escape(m.cpu)}</h2><p class='sub'>{report.settings.threads} threads on "
+        f"<section><h2>{escape(m.cpu)}</h2><p class='sub'>{threads(report)} on "
         f"{m.physical_cores} cores, {m.memory_bytes / 2**30:.0f} GiB, {escape(', '.join(m.isas))}; "
         f"{escape(report.date.replace('T', ' '))}</p><div class='tiles'>{cards}</div></section>"
     )

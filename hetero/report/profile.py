@@ -154,6 +154,7 @@ class _Profile:
                 f"which is what {memory.gib(options.memory_bytes)} hold (--memory): steps of many tokens "
                 "touch fewer experts, with more rows each, than the model's would."
             )
+        layers.read()  # wakes the threads
         reads = [layers.read()]
         while len(reads) < 5 and budget.left > 0:
             reads.append(layers.read())

@@ -17,7 +17,7 @@ def show(report: Report, console: Console | None = None) -> None:
     if not console.is_terminal:
         console.width = max(console.width, _WIDE)
     m, shape = report.machine, report.shape
-    _line(console, f"{m.cpu}, {report.settings.threads} threads of {m.physical_cores} cores, {report.date}")
+    _line(console, f"{m.cpu}, {threads(report)} of {m.physical_cores} cores, {report.date}")
     _line(
         console,
         f"{shape.name}: {shape.layers} layer{'s' if shape.layers > 1 else ''} of {shape.experts} experts, "
@@ -49,7 +49,7 @@ def show_comparison(report: Report, others: list[Report], console: Console | Non
     table.add_column("tokens", justify="right")
     reports = [report, *others]
     for one in reports:
-        table.add_column(f"{one.machine.cpu}, {one.settings.threads} threads", justify="right")
+        table.add_column(f"{one.machine.cpu}, {threads(one)}", justify="right")
     for fmt, tokens in dict.fromkeys((c.format, c.tokens) for r in reports for c in r.cells):
         row = []
         for one in reports:
@@ -63,6 +63,11 @@ def show_comparison(report: Report, others: list[Report], console: Console | Non
             _line(
                 console, f"note: {one.machine.cpu} was measured on {one.shape.name}, not {report.shape.name}"
             )
+
+
+def threads(report: Report) -> str:
+    count = report.settings.threads
+    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def _line(console: Console, text: str) -> None:
