@@ -18,7 +18,7 @@ from typing import Any
 
 from hetero.core import MOE_BLOCK
 from hetero.rules.devices import normalise
-from hetero.rules.source import Value, did_you_mean, read_yaml
+from hetero.rules.source import Value, did_you_mean, parse_scalar, read_yaml
 
 # backend of the CPU experts -> our format
 _BACKENDS = {"amxint4": "int4", "amxint8": "int8", "amxbf16": "bf16"}
@@ -183,8 +183,8 @@ class _Translator:
         if normalise(generate) != "cpu":
             self._lose(kwargs["generate_device"], f"experts on '{generate}': ours run on the CPU")
         for key in ("generate_op", "generate_mlp_type"):
-            if key in kwargs and kwargs[key].data not in _CPU_EXPERTS:
-                self._lose(kwargs[key], f"{key} '{kwargs[key].text}' has no counterpart; op moe is used")
+            if key in kwargs and kwargs[key].text not in _CPU_EXPERTS:
+                self._lose(kwargs[key], f"{key} '{_shown(kwargs[key])}' has no counterpart; op moe is used")
         prefill = self._word(one, "prefill_device")
         if prefill is not None and normalise(prefill) != "cpu":
             self._lose(
@@ -244,8 +244,10 @@ class _Translator:
     def _linear(self, one: _Old) -> None:
         for key in ("generate_op", "prefill_op"):
             value = one.kwargs.get(key)
-            if value is not None and value.data not in _PLAIN_LINEAR:
-                self._lose(value, f"{key} '{value.text}': dense layers are not quantised; the layer is kept")
+            if value is not None and value.text not in _PLAIN_LINEAR:
+                self._lose(
+                    value, f"{key} '{_shown(value)}': dense layers are not quantised; the layer is kept"
+                )
 
     def _device(self, one: _Old) -> str:
         generate = self._word(one, "generate_device")
@@ -298,10 +300,10 @@ class _Translator:
         return words[-1] if words else "modules"
 
     def _note(self, value: Value, text: str) -> None:
-        self.result.notes.append(f"{value.where}: {text}")
+        self.result.notes.append(f"{value.where}: {_one_line(text)}")
 
     def _lose(self, value: Value, text: str) -> None:
-        self.result.lost.append(f"{value.where}: {text}")
+        self.result.lost.append(f"{value.where}: {_one_line(text)}")
 
 
 def _write(path: Path, rules: list[_New], result: Migration) -> str:
@@ -326,6 +328,15 @@ def _write(path: Path, rules: list[_New], result: Migration) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _shown(value: Value) -> str:
+    return value.text or value.kind
+
+
+def _one_line(text: str) -> str:
+    """Messages become comments of the file, and words of the old file may hold ends of lines."""
+    return " ".join(text.split())
+
+
 def _comment(text: str, path: Path) -> str:
     return text.replace(f"{path}:", "line ", 1)
 
@@ -336,7 +347,7 @@ def _flow(mapping: Mapping[str, Any]) -> str:
 
 
 def _quote(text: str) -> str:
-    if re.fullmatch(r"[A-Za-z_][\w ]*(:\d+)?", text):
+    if re.fullmatch(r"[A-Za-z_](\w| (?! |$))*(:\d+)?", text) and parse_scalar(text) == text:
         return text
     if text.isprintable():
         return "'" + text.replace("'", "''") + "'"

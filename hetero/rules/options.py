@@ -47,11 +47,11 @@ def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
     get = experts.mapping("'experts'").get
     readers: dict[str, Callable[[], Any]] = {
         "device": lambda: _expert_device(experts, devices),
-        "format": lambda: _format(get("format"), _backend(get("backend"))),
+        "format": lambda: _format(get("format"), get("backend")),
         "isa": lambda: _word(get("isa"), "isa", ISAS),
         "numa": lambda: _numa(get("numa")),
         "threads": lambda: _threads(get("threads")),
-        "backend": lambda: _backend(get("backend")),
+        "backend": lambda: _word(get("backend"), "backend", BACKENDS),
     }
     options: dict[str, Any] = {}
     for key in ("isa", "numa"):
@@ -115,15 +115,12 @@ def _expert_device(experts: Value, devices: Sequence[str]) -> str:
     return device
 
 
-def _backend(value: Value | None) -> str:
-    return _word(value, "backend", BACKENDS)
-
-
 def _is_kt(backend: Value | None) -> bool:
     return backend is not None and backend.data == "kt_kernel"
 
 
-def _format(value: Value | None, backend: str) -> str:
+def _format(value: Value | None, backend_value: Value | None) -> str:
+    backend = BACKENDS[0] if backend_value is None else backend_value.data
     if value is None:
         return "f32" if backend == "torch" else DEFAULT_FORMAT
     text = value.string("'format'")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetero.core import InputError
+from hetero.rules import load_rules
 from hetero.rules.migrate import migrate
 from tests.unit.rules_tree import place, tree, write
 
@@ -190,3 +191,24 @@ def test_files_that_are_no_rule_files(tmp_path: Path, text: str, want: str) -> N
     with pytest.raises(InputError) as caught:
         migrate(path)
     assert want in str(caught.value)
+
+
+def test_odd_words_of_the_old_file_do_no_harm(tmp_path: Path) -> None:
+    old = (
+        "- match: {name: '^true$'}\n"
+        "  replace: {class: default, kwargs: {generate_device: cpu, generate_op: [a]}}\n"
+        "- match: {name: 'lm_head'}\n"
+        "  replace:\n"
+        "    class: ktransformers.operators.linear.KTransformersLinear\n"
+        '    kwargs: {generate_device: cpu, generate_op: [a], "two\\nlines": 1}\n'
+        "- match: {name: '\\.mlp\\.experts$'}\n"
+        "  replace:\n"
+        "    class: ktransformers.operators.experts.KTransformersExperts\n"
+        "    kwargs: {generate_device: cpu, out_device: cpu, generate_op: {b: 1}}\n"
+    )
+    result = migrate(write(tmp_path, old, "old.yaml"))
+    assert any("generate_op 'a list'" in text for text in result.lost)
+    assert any("generate_op 'a mapping'" in text for text in result.lost)
+    assert any("'two lines' has no counterpart" in text for text in result.lost)
+    assert "name: 'true'" in result.text
+    assert load_rules(write(tmp_path, result.text)).rules[0].name == "true"

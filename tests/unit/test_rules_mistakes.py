@@ -123,3 +123,10 @@ def test_only_mistakes_of_rules_are_gathered() -> None:
 
 def test_a_tree_without_mistakes_raises_nothing(tmp_path: Path) -> None:
     assert len(place(write(tmp_path, GOOD)).assignments) == len(tree())
+
+
+def test_a_wrong_backend_does_not_hide_a_wrong_format(tmp_path: Path) -> None:
+    found = lines(write(tmp_path, GOOD.replace("format: int4", "format: int5, backend: natve")))
+    assert len(found) == 2
+    assert "unknown weight format 'int5'" in "".join(found)
+    assert "unknown backend 'natve'" in "".join(found)
