@@ -26,6 +26,7 @@ from hetero.model.loader import load, plan_load
 from hetero.model.moe_types import WHOLE_PROMPT
 from hetero.model.source import Checkpoint
 from hetero.model.tokenizer import Tokenizer, load_tokenizer
+from hetero.ops.hops import connect
 from hetero.registry import op_names
 from hetero.rules import Assignment, Placement, load_rules, match
 from hetero.rules.defaults import default_rules_for
@@ -104,6 +105,7 @@ def load_model(
         plan=plan,
     )
     inject.finish(model)
+    connect(model, placement)
     text: Any = config.get_text_config(decoder=True)
     runnable = Runnable(
         model=model,
