@@ -11,8 +11,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import multiprocessing
+import os
+import signal
 import statistics
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ import torch
 
 from hetero.core import ExpertSpec
 from hetero.hw.cpu import identity
-from hetero.ops.experts import Backend, make_backend
+from hetero.ops.experts import make_backend
 from hetero.ops.reference import expert_parts
 
 
@@ -60,25 +64,68 @@ def make_steps(spec: ExpertSpec, tokens: int, count: int) -> list[tuple[torch.Te
     ]
 
 
-def compare(
-    backends: dict[str, Backend], spec: ExpertSpec, weights: Any, tokens: int, rounds: int
-) -> dict[str, dict[str, Any]]:
-    """Seconds of each round and the error of each backend."""
-    steps = make_steps(spec, tokens, max(1, min(32, 64 // tokens)))
-    want = exact(weights, *steps[0])
-    results: dict[str, dict[str, Any]] = {}
-    for name, backend in backends.items():
-        got = backend.forward(*steps[0]).double()
-        results[name] = {"error": float((got - want).norm() / want.norm()), "seconds": []}
+def serve(name: str, fmt: str, spec: ExpertSpec, threads: int, pipe: Connection) -> None:
+    """One backend in a process of its own: answers each number of tokens with seconds and an error.
+
+    Threads of both are pinned, and kt-kernel's spin: in one process they would fight for the same core.
+    """
+    torch.set_num_threads(1)
+    weights = random_weights(spec)
+    backend = make_backend(spec, {"backend": name, "format": fmt, "threads": threads})
+    for e, parts in enumerate(weights):
+        for part, tensor in parts.items():
+            backend.put(e, part, tensor)
+    errors: dict[int, float] = {}
+    while (tokens := pipe.recv()) > 0:
+        steps = make_steps(spec, tokens, max(1, min(32, 64 // tokens)))
+        if tokens not in errors:
+            want, got = exact(weights, *steps[0]), backend.forward(*steps[0]).double()
+            errors[tokens] = float((got - want).norm() / want.norm())
+        backend.forward(*steps[0])
+        taken = []
+        for step in steps:
+            start = time.perf_counter()
+            backend.forward(*step)
+            taken.append(time.perf_counter() - start)
+        pipe.send((statistics.median(taken), errors[tokens]))
+
+
+class Served:
+    """A backend's process, stopped while it is not asked."""
+
+    def __init__(self, name: str, fmt: str, spec: ExpertSpec, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(name, fmt, spec, threads, theirs), daemon=True)
+        self._process.start()
+        self.ask(1)  # ends when the weights are packed
+
+    def ask(self, tokens: int) -> tuple[float, float]:
+        """Seconds of a step, median, and the error."""
+        pid = self._process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGCONT)
+        self._pipe.send(tokens)
+        while not self._pipe.poll(1):
+            if not self._process.is_alive():
+                raise SystemExit("a backend ended; its message is above")
+        answer: tuple[float, float] = self._pipe.recv()
+        os.kill(pid, signal.SIGSTOP)
+        return answer
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def compare(backends: dict[str, Served], tokens: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds of each round and the error of each backend, in turns."""
+    results: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in backends}
+    order = list(backends)
     for number in range(rounds):
-        order = list(backends)
         for name in order[number % len(order) :] + order[: number % len(order)]:
-            taken = []
-            for step in steps:
-                start = time.perf_counter()
-                backends[name].forward(*step)
-                taken.append(time.perf_counter() - start)
-            results[name]["seconds"].append(statistics.median(taken))
+            seconds, results[name]["error"] = backends[name].ask(tokens)
+            results[name]["seconds"].append(seconds)
     return results
 
 
@@ -91,23 +138,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     hidden, intermediate, experts, top_k = map(int, options.shape.split("x"))
     spec = ExpertSpec(experts, hidden, intermediate, top_k)
-    weights = random_weights(spec)
     names = ["native"] + (["kt_kernel"] if importlib.util.find_spec("kt_kernel") else [])
     found = []
     for fmt in options.formats:
-        backends = {
-            name: make_backend(spec, {"backend": name, "format": fmt, "threads": options.threads})
-            for name in names
-        }
-        for backend in backends.values():
-            for e, parts in enumerate(weights):
-                for part, tensor in parts.items():
-                    backend.put(e, part, tensor)
+        backends = {name: Served(name, fmt, spec, options.threads) for name in names}
         for tokens in options.tokens:
-            results = compare(backends, spec, weights, tokens, options.rounds)
+            results = compare(backends, tokens, options.rounds)
             for name, one in results.items():
                 ratio = [b / a for a, b in zip(results["native"]["seconds"], one["seconds"], strict=True)]
                 print(
@@ -116,7 +154,8 @@ def main() -> None:
                     f"error {one['error']:.4f}"
                 )
                 found.append({"format": fmt, "tokens": tokens, "backend": name, **one})
-        del backends
+        for backend in backends.values():
+            backend.end()
     if options.json:
         document = {
             "machine": identity(),
