@@ -361,8 +361,10 @@ def test_accuracy_of_gaussian_experts(
     spec = ExpertSpec(2, 2560, 640, 2)
     weights = random_weights(spec, generator)
     experts = fill(CpuExperts(spec, parse_format(fmt), isa=isa), weights)
-    x, ids, w = random_routing(spec, 8, generator)
-    y = experts.forward(x, ids, w)
+    # Four steps of the most tokens that are exact: one step alone scatters by 3% between seeds.
+    steps = [random_routing(spec, 16, generator) for _ in range(4)]
+    y = torch.cat([experts.forward(*step) for step in steps])
+    x, ids, w = (torch.cat(parts) for parts in zip(*steps, strict=True))
     decoded_error = relative(y, operator(spec, decoded(experts), x, ids, w, quantised=False))
     original_error = relative(y, operator(spec, weights, x, ids, w, quantised=False))
     record_property("decoded_error", decoded_error)
