@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from hetero import cli_profile, cli_rules, terminal
-from hetero.config import debug, wait_passively
+from hetero.config import MAX_THREADS, debug, wait_passively
 from hetero.core import HeteroError, InputError
 
 if TYPE_CHECKING:
@@ -249,8 +250,8 @@ def _load(
     from hetero.rules.variables import parse_set
 
     overrides = parse_set(sets or [])
-    if threads is not None and threads < 1:
-        raise InputError(f"--threads {threads}: must be at least 1")
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        raise InputError(f"--threads {threads}: must be from 1 to {MAX_THREADS}")
     folder, name = _folder(model)
 
     from hetero.engine.load import load_model
@@ -305,10 +306,11 @@ def _prompt_ids(loaded: Loaded, text: str, system: str | None, raw: bool) -> lis
 
 
 def _parse_ids(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.replace(",", " ").split()]
-    except ValueError:
-        raise InputError(f"--prompt-ids {text}: must be whole numbers with commas, such as 1,2,3") from None
+    words = text.replace(",", " ").split()
+    # int() alone would take 1_0 for 10, and digits of every script.
+    if not all(re.fullmatch("[+-]?[0-9]{1,20}", word) for word in words):
+        raise InputError(f"--prompt-ids {text}: must be whole numbers with commas, such as 1,2,3")
+    return [int(word) for word in words]
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from hetero.core import InputError
 
 ISAS = ("auto", "scalar", "avx2", "avx512", "amx")
+# More than any machine has cores; a slip of the keyboard would else start threads until memory is gone.
+MAX_THREADS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         raise InputError(f"HETERO_ISA={isa}: must be one of {', '.join(ISAS)}")
     return Settings(
         isa=isa,
-        threads=_positive(env, "HETERO_THREADS"),
+        threads=_positive(env, "HETERO_THREADS", MAX_THREADS),
         cache=_cache(env),
         prefill_chunk=_positive(env, "HETERO_PREFILL_CHUNK") or 512,
         debug=debug(env),
@@ -74,7 +76,7 @@ def wait_passively() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def _positive(env: Mapping[str, str], name: str) -> int | None:
+def _positive(env: Mapping[str, str], name: str, most: int | None = None) -> int | None:
     text = env.get(name)
     if not text:
         return None
@@ -82,8 +84,9 @@ def _positive(env: Mapping[str, str], name: str) -> int | None:
         value = int(text)
     except ValueError:
         value = 0
-    if value < 1:
-        raise InputError(f"{name}={text}: must be a whole number of at least 1")
+    if value < 1 or (most is not None and value > most):
+        wanted = "of at least 1" if most is None else f"from 1 to {most}"
+        raise InputError(f"{name}={text}: must be a whole number {wanted}")
     return value
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hetero.config import MAX_THREADS
 from hetero.core import InputError
 from hetero.formats import parse_format
 from hetero.hw.placement import NUMA_WORDS, parse_numa
@@ -18,7 +19,6 @@ DEFAULT_FORMAT = "int8"
 ISAS = ("auto", "scalar", "avx2", "avx512", "amx")
 BACKENDS = ("native", "torch", "kt_kernel")
 _KT_FORMATS = ("bf16", "int8 g32", "int4 g32")
-_MAX_THREADS = 4096
 
 # Replace, devices that exist -> complete options.
 OptionParser = Callable[[Replace, Sequence[str]], Mapping[str, Any]]
@@ -164,6 +164,6 @@ def _threads(value: Value | None) -> int | None:
     if value is None:
         return None
     count = value.data
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MAX_THREADS:
-        value.where.fail(f"experts: 'threads' must be a number from 1 to {_MAX_THREADS}, not {value.kind}")
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_THREADS:
+        value.where.fail(f"experts: 'threads' must be a number from 1 to {MAX_THREADS}, not {value.kind}")
     return count

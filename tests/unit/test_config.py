@@ -30,6 +30,7 @@ def test_defaults_and_values() -> None:
     [
         ("HETERO_ISA", "sse"),
         ("HETERO_THREADS", "0"),
+        ("HETERO_THREADS", "99999999"),
         ("HETERO_THREADS", "many"),
         ("HETERO_PREFILL_CHUNK", "-1"),
     ],
