@@ -21,6 +21,8 @@ def sse(body: dict[str, Any]) -> str:
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    # A message may quote the request, whose JSON can escape half a surrogate pair: no UTF-8 has that.
+    message = message.encode("utf-8", "backslashreplace").decode()
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

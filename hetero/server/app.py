@@ -46,20 +46,26 @@ def create_app(engine: Engine, name: str) -> FastAPI:
         running, waiting = worker.load()
         return {"status": "ok", "model": name, "running": running, "waiting": waiting}
 
+    described = {"id": name, "object": "model", "created": started, "owned_by": "hetero"}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {"id": name, "object": "model", "created": started, "owned_by": "hetero"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [described]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        _check_model(model, name)
+        return described
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
-        _check_model(body, name)
+        _check_model(body.model, name)
         job = await run_in_threadpool(_chat_job, engine, body)
         return await _answer(request, worker, job, Writer("chat", name, body.include_usage), body)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        _check_model(body, name)
+        _check_model(body.model, name)
         job = await run_in_threadpool(_completion_job, engine, body)
         return await _answer(request, worker, job, Writer("text", name, body.include_usage), body)
 
@@ -67,9 +73,9 @@ def create_app(engine: Engine, name: str) -> FastAPI:
     return app
 
 
-def _check_model(body: Sampling, name: str) -> None:
-    if body.model is not None and body.model != name:
-        raise NoSuchModelError(f"model: '{body.model}' is not served here; this server has '{name}'")
+def _check_model(asked: str | None, name: str) -> None:
+    if asked is not None and asked != name:
+        raise NoSuchModelError(f"model: '{asked}' is not served here; this server has '{name}'")
 
 
 def _chat_job(engine: Engine, body: ChatBody) -> Job:
@@ -175,6 +181,12 @@ def _add_error_handlers(app: FastAPI) -> None:
         place = [str(part) for part in first["loc"] if part != "body"]
         if first["type"] == "json_invalid":
             return JSONResponse(error_body("the body is not valid JSON", "invalid_request_error"), 400)
+        if not place and isinstance(error.body, bytes):
+            # It has not been parsed: what curl -d sends without a header says that it is a form.
+            what = "the body must be JSON, sent with the header 'content-type: application/json'"
+            return JSONResponse(error_body(what, "invalid_request_error"), 400)
+        if not place and first["type"] in ("missing", "model_attributes_type"):
+            return JSONResponse(error_body("the body must be a JSON object", "invalid_request_error"), 400)
         what = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
         where = ".".join(place) or "body"
         return JSONResponse(

@@ -115,9 +115,26 @@ def test_health_and_models(served: Served) -> None:
     models = served.client.get("/v1/models").json()
     assert models["object"] == "list"
     assert [model["id"] for model in models["data"]] == ["tiny"]
+    assert served.client.get("/v1/models/tiny").json() == models["data"][0]
+    assert served.client.get("/v1/models/gpt").json()["error"]["code"] == "model_not_found"
     missing = served.client.get("/v1/nothing")
     assert missing.status_code == 404
     assert missing.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("header", "content", "message"),
+    [
+        ("application/x-www-form-urlencoded", b'{"prompt": "a"}', "content-type: application/json"),
+        ("application/json", b"[1]", "a JSON object"),
+        ("application/json", b"", "a JSON object"),
+        ("application/json", b'{"prompt": "a", "model": "\\ud800"}', "'\\ud800' is not served"),
+    ],
+)
+def test_what_is_wrong_with_a_body_is_told(served: Served, header: str, content: bytes, message: str) -> None:
+    answer = served.client.post("/v1/completions", content=content, headers={"content-type": header})
+    assert answer.status_code in (400, 404)
+    assert message in answer.json()["error"]["message"]
 
 
 def test_completion_is_what_the_engine_says(served: Served) -> None:
