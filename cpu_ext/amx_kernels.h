@@ -60,7 +60,7 @@ struct Flush {
     for (int64_t m = 0; m < r.rows; m++) {
       typename V::F acc = r.first ? V::zero() : V::load(r.sums + m * kBlockRows);
       for (int j = 0; j < Groups; j++) {
-        const typename V::F a = V::set1(r.scale_a[m * stride + j]);
+        const typename V::F a = V::set1(r.scale_a[m * stride + j / Codes<Format>::kParts]);
         const typename V::I dot = V::load_ints(r.dots[j] + m * kBlockRows);
         acc = V::fma(V::to_float(dot), V::mul(scale[j], a), acc);
         if (Format == kInt4a)
@@ -89,10 +89,13 @@ template <class T, int Format>
 void quant_block(const uint8_t* w, const Layout* layout, const Rows* x, int64_t m0, int64_t rows, float* y,
                  int64_t ldy, QuantScratch* scratch) {
   using V = typename T::V;
-  constexpr int64_t kBytes = Format == kInt8 ? 512 : 256;
-  const int64_t k_pad = layout->k_pad, groups = k_pad / kActGroup, per_scale = layout->group / kActGroup;
-  const uint16_t* scales = reinterpret_cast<const uint16_t*>(w + layout->scale_offset);
+  using C = Codes<Format>;
+  constexpr int64_t kSize = kActGroup / C::kParts;  // k of a dot
+  const int64_t k_pad = layout->k_pad, groups = k_pad / kSize, per_scale = layout->group / kSize;
+  const int64_t act_groups = k_pad / kActGroup;
+  const uint8_t* scales = w + layout->scale_offset;
   const uint16_t* minima = reinterpret_cast<const uint16_t*>(w + layout->min_offset);
+  const typename V::F matrix = V::set1(Format == kNvfp4 ? float_at(w + layout->min_offset) * 128.0f : 1.0f);
   Flush<T, Format> flush[2];
   typename Flush<T, Format>::Rest rest = {};
   int side = 0, rest_side = 0, buffer = 0;
@@ -100,18 +103,21 @@ void quant_block(const uint8_t* w, const Layout* layout, const Rows* x, int64_t 
     const int64_t batch = groups - g < kBatch ? groups - g : kBatch;
     const bool last = g + kBatch >= groups;
     for (int64_t j = 0; j < batch; j++) {
-      flush[side].scale[j] = V::half(scales + (g + j) / per_scale * kBlockRows);
+      flush[side].scale[j] =
+          V::template scale<Format>(scales + (g + j) / per_scale * kBlockRows * C::kScaleBytes);
+      if (Format == kNvfp4) flush[side].scale[j] = V::mul(flush[side].scale[j], matrix);
       if (Format == kInt4a) flush[side].minimum[j] = V::half(minima + (g + j) / per_scale * kBlockRows);
-      const uint8_t* at = w + (g + j) * kBytes;
-      for (int64_t line = 0; line < kBytes; line += 64) V::prefetch(at + kAhead + line);
-      T::template unpack<Format>(at, scratch->codes[j]);
+      if (j % C::kParts) continue;
+      const uint8_t* at = w + (g + j) / C::kParts * C::kGroupBytes;
+      for (int64_t line = 0; line < C::kGroupBytes; line += 64) V::prefetch(at + kAhead + line);
+      T::template unpack<Format>(at, scratch->codes[j / C::kParts]);
     }
     for (int64_t m = 0; m < rows; m += kTileRows, buffer ^= 1) {
       const int64_t tile_rows = rows - m < kTileRows ? rows - m : kTileRows;
       int32_t (*dots)[kTileFloats] = scratch->dots[buffer];
       for (int64_t j = 0; j < batch; j++) {
-        T::template load<7>(scratch->codes[j], 64);
-        const int8_t* a = x->q + (m0 + m) * k_pad + (g + j) * kActGroup;
+        T::template load<7>(scratch->codes[0] + j * kSize * kBlockRows, 64);
+        const int8_t* a = x->q + (m0 + m) * k_pad + (g + j) * kSize;
         if (tile_rows < kTileRows) {
           if (j % 2)
             group_dot<T, Format, 3, 6>(a, k_pad, dots[j]);
@@ -123,8 +129,8 @@ void quant_block(const uint8_t* w, const Layout* layout, const Rows* x, int64_t 
           group_dot<T, Format, 0, 4>(a, k_pad, dots[j]);
         }
       }
-      if (rest.rows) flush[rest_side].run(rest, groups);
-      const int64_t at = (m0 + m) * groups + g;
+      if (rest.rows) flush[rest_side].run(rest, act_groups);
+      const int64_t at = (m0 + m) * act_groups + g / C::kParts;
       float* sums = scratch->sums + m * kBlockRows;
       rest = {dots,
               x->scale + at,
@@ -138,14 +144,14 @@ void quant_block(const uint8_t* w, const Layout* layout, const Rows* x, int64_t 
       rest_side = side;
     }
   }
-  flush[rest_side].run(rest, groups);
+  flush[rest_side].run(rest, act_groups);
 }
 
 template <class T, int Format>
 void tile_quant(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y, int64_t ldy,
                 void* scratch) {
   const int64_t rest = x->rows % kTileRows;
-  T::configure(rest ? rest : kTileRows, kActGroup);
+  T::configure(rest ? rest : kTileRows, kActGroup / Codes<Format>::kParts);
   for (int64_t b = 0; b < blocks; b++)
     for (int64_t m = 0; m < x->rows; m += kChunkRows)
       quant_block<T, Format>(w + b * layout->block_bytes, layout, x, m,
@@ -217,7 +223,14 @@ void tile_bf16(const uint8_t* w, int64_t blocks, const Layout* layout, const Row
      {tile_quant<T, kInt4>, "int4." isa "_int8.gemm"}},                                 \
     {{nullptr, nullptr},                                                                \
      {tile_quant<T, kInt4a>, "int4a." isa "_int8.gemm"},                                \
-     {tile_quant<T, kInt4a>, "int4a." isa "_int8.gemm"}}},                              \
+     {tile_quant<T, kInt4a>, "int4a." isa "_int8.gemm"}},                               \
+    {{nullptr, nullptr}, {nullptr, nullptr}, {nullptr, nullptr}},                       \
+    {{nullptr, nullptr},                                                                \
+     {tile_quant<T, kMxfp4>, "mxfp4." isa "_int8.gemm"},                                \
+     {tile_quant<T, kMxfp4>, "mxfp4." isa "_int8.gemm"}},                               \
+    {{nullptr, nullptr},                                                                \
+     {tile_quant<T, kNvfp4>, "nvfp4." isa "_int8.gemm"},                                \
+     {tile_quant<T, kNvfp4>, "nvfp4." isa "_int8.gemm"}}},                              \
    nullptr,                                                                             \
    nullptr,                                                                             \
    nullptr}

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 #include <string.h>
 
+#include "codes.h"
 #include "kernels.h"
 
 namespace hetero {
@@ -53,6 +54,59 @@ struct Avx512 {
         _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u))));
   }
 
+  // E4M3 bits in the high bytes of words -> fp16 bits.
+  static I half_bits(I words) {
+    return _mm512_and_si512(_mm512_srai_epi16(words, 1), _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
+  }
+  static void e4m3(const uint8_t* p, F* w) {
+    const I step = _mm512_loadu_si512(p);
+    const I first = _mm512_set4_epi32(static_cast<int32_t>(0x0d800c80u), static_cast<int32_t>(0x09800880u),
+                                      static_cast<int32_t>(0x05800480u), static_cast<int32_t>(0x01800080u));
+    const I second = _mm512_add_epi8(first, _mm512_set1_epi16(0x0200));
+    const I a = half_bits(_mm512_shuffle_epi8(step, first)), b = half_bits(_mm512_shuffle_epi8(step, second));
+    w[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(a));
+    w[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(a, 1));
+    w[2] = _mm512_cvtph_ps(_mm512_castsi512_si256(b));
+    w[3] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(b, 1));
+  }
+  static F pair(const float* p) {
+    double both;
+    memcpy(&both, p, 8);
+    return _mm512_castpd_ps(_mm512_set1_pd(both));
+  }
+  static F fold(F first, F second) {
+    const I even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const I odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    return add(_mm512_permutex2var_ps(first, even, second), _mm512_permutex2var_ps(first, odd, second));
+  }
+  template <int Format>
+  static F scale(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    if (Format == kMxfp4) {
+      const I power = _mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23);
+      return mul(from_bits(_mm512_max_epi32(power, _mm512_set1_epi32(0x00400000))), set1(0.5f));
+    }
+    if (Format == kNvfp4) {
+      const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+      return _mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16(static_cast<int16_t>(0xbf80))));
+    }
+    return half(reinterpret_cast<const uint16_t*>(p));
+  }
+  static void half_sums(const int8_t* a, int32_t* sums) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
+    const __m256i shifted = _mm256_xor_si256(codes, _mm256_set1_epi8(static_cast<char>(0x80)));
+    const __m256i eights = _mm256_sad_epu8(shifted, _mm256_setzero_si256());
+    const __m256i both = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0x4e));
+    sums[0] = _mm_cvtsi128_si32(_mm256_castsi256_si128(both)) - 16 * 128;
+    sums[1] = _mm_cvtsi128_si32(_mm256_extracti128_si256(both, 1)) - 16 * 128;
+  }
+
+  template <int Format>
+  static I number(I code) {
+    if (!Codes<Format>::kTable) return code;
+    const I table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kE2m1)));
+    return _mm512_shuffle_epi8(table, code);
+  }
   // Unsigned codes, 4 k to a vector, k ascending.
   template <int Format>
   static W decode(const uint8_t* p) {
@@ -63,8 +117,8 @@ struct Avx512 {
       const I low = _mm512_set1_epi8(15);
       for (int i = 0; i < 4; i++) {
         const I both = _mm512_loadu_si512(p + 64 * i);
-        r.v[2 * i] = _mm512_and_si512(both, low);
-        r.v[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        r.v[2 * i] = number<Format>(_mm512_and_si512(both, low));
+        r.v[2 * i + 1] = number<Format>(_mm512_and_si512(_mm512_srli_epi16(both, 4), low));
       }
     }
     return r;

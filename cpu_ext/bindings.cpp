@@ -301,6 +301,13 @@ NB_MODULE(_cpu, m) {
              e.weights().put(*context().pool, expert, static_cast<Weights::Part>(part), address<void>(data),
                              static_cast<DType>(type), rows, cols);
            })
+      .def("put_codes",
+           [](Experts& e, int64_t expert, int32_t part, uintptr_t codes, uintptr_t scales, uintptr_t extra) {
+             nb::gil_scoped_release release;
+             std::lock_guard<std::mutex> hold(context().lock);
+             const Quantised q = {address<uint8_t>(codes), address<void>(scales), address<void>(extra)};
+             e.weights().put_codes(*context().pool, expert, static_cast<Weights::Part>(part), q);
+           })
       .def("forward",
            [](const Experts& e, uintptr_t x, int32_t type, uintptr_t ids, bool wide, int64_t tokens,
               int64_t slots, uintptr_t weights, uintptr_t out) {

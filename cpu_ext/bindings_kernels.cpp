@@ -29,7 +29,7 @@ using InOut = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
 template <class T>
 using Out = nb::ndarray<nb::numpy, T>;
 
-const char* const kFormatNames[kFormats] = {"f32", "bf16", "int8", "int4", "int4a"};
+const char* const kFormatNames[kFormats] = {"f32", "bf16", "int8", "int4", "int4a", "fp8", "mxfp4", "nvfp4"};
 const char* const kClassNames[kRowClasses] = {"gemv", "gemm", "bulk"};
 const char* const kIsaNames[kIsas] = {"scalar", "avx2", "avx512", "amx"};
 
@@ -143,32 +143,37 @@ Out<uint8_t> pack_matrix(int32_t format, int32_t group, uintptr_t data, int32_t 
   PackStatus status = kPackOk;
   {
     nb::gil_scoped_release release;
+    std::vector<float> shared(static_cast<size_t>(block_count(layout) * shared_per_block(layout)));
     for (int64_t b = 0; b < block_count(layout) && status == kPackOk; b++)
-      status = pack_block(layout, b, source, out.data() + b * layout.block_bytes);
+      status = measure_block(layout, b, source, shared.data());
+    settle_shared(layout, shared.data());
+    for (int64_t b = 0; b < block_count(layout) && status == kPackOk; b++)
+      status = pack_block(layout, b, source, shared.data(), out.data() + b * layout.block_bytes);
   }
   if (status == kPackNotFinite) throw std::domain_error("a weight is not finite");
   if (status == kPackOverflow) throw std::overflow_error("a weight is too large for the format");
   return out;
 }
 
-Out<uint8_t> pack_codes(int32_t format, int32_t group, In<uint8_t, 2> codes, In<uint16_t, 2> scales,
-                        std::optional<In<uint16_t, 2>> minima) {
+// Scales and extras as bytes [rows, bytes of a row]; see Quantised for their shapes.
+Out<uint8_t> pack_codes(int32_t format, int32_t group, In<uint8_t, 2> codes, In<uint8_t, 2> scales,
+                        std::optional<In<uint8_t, 2>> extra) {
   const Layout layout =
       layout_of(format, group, static_cast<int64_t>(codes.shape(0)), static_cast<int64_t>(codes.shape(1)));
   if (layout.group == 0) throw std::invalid_argument("this format has no codes");
-  if ((format == kInt4a) != minima.has_value())
-    throw std::invalid_argument("int4a needs minima, the other formats have none");
-  const size_t groups = static_cast<size_t>(layout.k_pad / layout.group);
-  auto fits = [&](const In<uint16_t, 2>& a) { return a.shape(0) == codes.shape(0) && a.shape(1) == groups; };
-  if (!fits(scales) || (minima && !fits(*minima)))
-    throw std::invalid_argument("scales and minima must be [n, ceil(k / group)]");
-  if (format != kInt8)
-    for (size_t i = 0; i < codes.size(); i++)
-      if (codes.data()[i] > 15) throw std::invalid_argument("a code of int4 is above 15");
+  if ((format == kInt4a || format == kNvfp4) != extra.has_value())
+    throw std::invalid_argument("int4a needs minima, nvfp4 a scale of the matrix, the other formats neither");
+  const size_t per_row = static_cast<size_t>((layout.k + group - 1) / group);
+  const size_t bytes = format == kFp8 ? 4 : format == kMxfp4 || format == kNvfp4 ? 1 : 2;
+  const size_t rows = format == kFp8 ? (codes.shape(0) + 127) / 128 : codes.shape(0);
+  auto fits = [&](const In<uint8_t, 2>& a) { return a.shape(0) == rows && a.shape(1) == per_row * bytes; };
+  if (!fits(scales) || (extra && !(format == kNvfp4 ? extra->size() == 4 : fits(*extra))))
+    throw std::invalid_argument("scales or extras of another shape than the format has");
+  const Quantised q = {codes.data(), scales.data(), extra ? extra->data() : nullptr};
+  if (const char* wrong = wrong_codes(layout, q)) throw std::invalid_argument(wrong);
   Out<uint8_t> out = make_array<uint8_t>({static_cast<size_t>(packed_bytes(layout))});
   for (int64_t b = 0; b < block_count(layout); b++)
-    pack_codes_block(layout, b, codes.data(), scales.data(), minima ? minima->data() : nullptr,
-                     out.data() + b * layout.block_bytes);
+    pack_codes_block(layout, b, q, out.data() + b * layout.block_bytes);
   return out;
 }
 
@@ -235,7 +240,7 @@ std::tuple<std::string, double> run_kernel(const std::string& isa, int32_t row_c
                     static_cast<float*>(scale.get()) + m * groups,
                     static_cast<int32_t*>(sum.get()) + m * groups);
   }
-  if (layout.group == 0) {
+  if (!takes_codes(format)) {
     input.f32 = static_cast<float*>(f32.get());
   } else {
     input.q = static_cast<int8_t*>(q.get());
@@ -295,7 +300,7 @@ void bind_kernels(nb::module_& parent) {
   m.def("pack_matrix", &pack_matrix, nb::arg("format"), nb::arg("group"), nb::arg("data"), nb::arg("type"),
         nb::arg("n"), nb::arg("k"), nb::arg("row_stride"), nb::arg("col_stride"));
   m.def("pack_codes", &pack_codes, nb::arg("format"), nb::arg("group"), nb::arg("codes"), nb::arg("scales"),
-        nb::arg("minima").none());
+        nb::arg("extra").none());
   m.def("unpack_matrix", &unpack_matrix, nb::arg("format"), nb::arg("group"), nb::arg("n"), nb::arg("k"),
         nb::arg("packed"));
   m.def("quantize_rows", &quantize_rows, nb::arg("isa"), nb::arg("x"), nb::arg("k_pad"));

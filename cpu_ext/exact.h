@@ -4,16 +4,26 @@
 // P has kLanes (16, or 8: then a block is done in two halves) and
 //   F, I, W              kLanes floats, kLanes int32, the decoded codes of 32 k for kLanes rows
 //   zero load store set1 add mul fma to_float
-//   half(p)              kLanes fp16 -> F
+//   scale<Format>(p)     scales of kLanes rows -> F: fp16; E8M0 less one; E4M3 * 2^-8
 //   bf_even(p) bf_odd(p) first / second bf16 of each 4-byte lane -> F
 //   decode<Format>(p)    4 or 8 steps of 64 bytes from p, kLanes lanes of each -> W
-//   dot<Format>(w, a, sum) dot of 32 activations at a with each lane, zero point subtracted; `sum` is theirs
+//   dot<Format, First, Count>(w, a, sum)  dot of the group's activations at a with each lane, in steps of 4 k
+//                        from First on, zero point subtracted; `sum` is the sum of these activations
+//   half_sums(a, sums)   sums of the first and the second 16 of 32 activations
+//   half(p)              kLanes fp16 -> F
+//   e4m3(p, w)           a step of fp8 -> w[0..4), numbers * 2^-8: the first two k of the first half of the
+//                        rows, of the second half (k within row), then the same of the last two k
+//   pair(p)              two floats, over and over -> F
+//   fold(first, second)  sums of neighbours: those of first, then those of second
 //   kGemvBlocks          blocks that the GEMV of the quantised formats streams at a time, where their sums
 //   kMaxSums             (one per block half and row) fit so many registers
 //   kFloatRows, kFloatUnits  the same for f32 and bf16, and how many columns of kLanes rows
 //   prefetch(p) prefetch_far(p)  into the first and the second cache
 #pragma once
 
+#include <string.h>
+
+#include "codes.h"
 #include "kernels.h"
 
 namespace hetero {
@@ -23,7 +33,11 @@ namespace {
 // quantised kernels into the second cache first (docs/perf.md has the measurements).
 constexpr int64_t kAhead = 2048, kNear = 1024, kFar = 3072;
 
-inline int64_t group_bytes(int format) { return format == kInt8 ? 512 : 256; }
+inline float float_at(const uint8_t* p) {
+  float value;
+  memcpy(&value, p, 4);
+  return value;
+}
 
 // M rows against U consecutive blocks, whose bytes arrive as U streams. Far fetches end at `stop`.
 template <class P, int Format, int M, int U>
@@ -31,22 +45,30 @@ inline void quant_tile(const uint8_t* w, const uint8_t* stop, const Layout* layo
                        float* y, int64_t ldy) {
   constexpr int kHalves = kBlockRows / P::kLanes;
   constexpr int kUnits = U * kHalves;
-  constexpr int64_t kBytes = Format == kInt8 ? 512 : 256;
+  using C = Codes<Format>;
+  constexpr int kParts = C::kParts, kSteps = 8 / kParts;
+  constexpr int64_t kBytes = C::kGroupBytes, kScales = kParts * kBlockRows * C::kScaleBytes;
   const int64_t groups = layout->k_pad / kActGroup;
-  const int64_t inner = layout->group / kActGroup;
+  const int64_t inner = C::kScaleBytes == 1 ? 1 : layout->group / kActGroup;
   const int8_t* q = x->q + m0 * layout->k_pad;
   const float* scale_a = x->scale + m0 * groups;
-  const int32_t* sum = x->sum + m0 * groups;
+  const int32_t* sum = x->sum + m0 * groups * kParts;
   const uint8_t* scales = w + layout->scale_offset;
   const uint8_t* minima = w + layout->min_offset;
   typename P::F acc[kUnits][M];
   for (int u = 0; u < kUnits; u++)
     for (int m = 0; m < M; m++) acc[u][m] = P::zero();
-  for (int64_t g = 0; g < groups; scales += 2 * kBlockRows, minima += 2 * kBlockRows) {
-    typename P::F scale_w[kUnits], min_w[kUnits];
+  typename P::F matrix[U];  // nvfp4: the scale of the matrix
+  if (Format == kNvfp4)
+    for (int u = 0; u < U; u++) matrix[u] = P::set1(float_at(minima + u * layout->block_bytes) * 128.0f);
+  for (int64_t g = 0; g < groups; scales += kScales, minima += 2 * kBlockRows) {
+    typename P::F scale_w[kUnits][kParts], min_w[kUnits];
     for (int u = 0; u < kUnits; u++) {
-      const int64_t at = u / kHalves * layout->block_bytes + u % kHalves * P::kLanes * 2;
-      scale_w[u] = P::half(reinterpret_cast<const uint16_t*>(scales + at));
+      const int64_t at = u / kHalves * layout->block_bytes + u % kHalves * P::kLanes * C::kScaleBytes;
+      for (int part = 0; part < kParts; part++) {
+        scale_w[u][part] = P::template scale<Format>(scales + at + part * kBlockRows);
+        if (Format == kNvfp4) scale_w[u][part] = P::mul(scale_w[u][part], matrix[u / kHalves]);
+      }
       if (Format == kInt4a) min_w[u] = P::half(reinterpret_cast<const uint16_t*>(minima + at));
     }
     for (int u = 0; u < U; u++) P::prefetch(scales + u * layout->block_bytes + 256);
@@ -62,10 +84,15 @@ inline void quant_tile(const uint8_t* w, const uint8_t* stop, const Layout* layo
         const typename P::W codes = P::template decode<Format>(codes_at);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-          const typename P::I dot =
-              P::template dot<Format>(codes, q + m * layout->k_pad + g * kActGroup, sum[m * groups + g]);
           const typename P::F a = P::set1(scale_a[m * groups + g]);
-          acc[u][m] = P::fma(P::to_float(dot), P::mul(scale_w[u], a), acc[u][m]);
+          const int8_t* codes_a = q + m * layout->k_pad + g * kActGroup;
+          const int32_t* sums = sum + (m * groups + g) * kParts;
+          const typename P::I dot = P::template dot<Format, 0, kSteps>(codes, codes_a, sums[0]);
+          acc[u][m] = P::fma(P::to_float(dot), P::mul(scale_w[u][0], a), acc[u][m]);
+          if constexpr (kParts == 2) {
+            const typename P::I second = P::template dot<Format, kSteps, kSteps>(codes, codes_a, sums[1]);
+            acc[u][m] = P::fma(P::to_float(second), P::mul(scale_w[u][1], a), acc[u][m]);
+          }
           if (Format == kInt4a)
             acc[u][m] =
                 P::fma(P::set1(static_cast<float>(sum[m * groups + g])), P::mul(min_w[u], a), acc[u][m]);
@@ -94,8 +121,8 @@ inline void quant_rows(int64_t rows, const uint8_t* w, const uint8_t* stop, cons
 
 // GEMV kernels (MaxRows up to 4) stream kGemvBlocks blocks at a time.
 template <class P, int Format, int MaxRows>
-void quant_kernel(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y,
-                  int64_t ldy, void*) {
+void quant_blocks(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y,
+                  int64_t ldy) {
   constexpr int kWide = MaxRows <= 4 ? P::kGemvBlocks : 1;
   const int64_t bytes = blocks * layout->block_bytes, far = kFar + (kWide - 1) * layout->block_bytes;
   const uint8_t* stop = w + (bytes > far ? bytes - far : 0);  // no far fetch beyond the last block
@@ -111,6 +138,27 @@ void quant_kernel(const uint8_t* w, int64_t blocks, const Layout* layout, const 
         quant_rows<P, Format, MaxRows, 1>(x->rows - m < MaxRows ? x->rows - m : MaxRows,
                                           w + b * layout->block_bytes, stop, layout, x, m, y + b * kBlockRows,
                                           ldy);
+  }
+}
+
+template <class P, int Format, int MaxRows>
+void quant_kernel(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y,
+                  int64_t ldy, void* scratch) {
+  if constexpr (Codes<Format>::kParts == 1) {
+    quant_blocks<P, Format, MaxRows>(w, blocks, layout, x, y, ldy);
+  } else {  // the zero point of a half needs the sum of a half
+    const int64_t groups = layout->k_pad / kActGroup;
+    const int64_t fit = kScratchBytes / (8 * groups);  // make_layout leaves room for one row
+    int32_t* sums = static_cast<int32_t*>(scratch);
+    for (int64_t m = 0; m < x->rows; m += fit) {
+      Rows part = *x;
+      part.q = x->q + m * layout->k_pad;
+      part.scale = x->scale + m * groups;
+      part.sum = sums;
+      part.rows = x->rows - m < fit ? x->rows - m : fit;
+      for (int64_t i = 0; i < part.rows * groups; i++) P::half_sums(part.q + i * kActGroup, sums + 2 * i);
+      quant_blocks<P, Format, MaxRows>(w, blocks, layout, &part, y + m * ldy, ldy);
+    }
   }
 }
 
@@ -178,6 +226,73 @@ void float_kernel(const uint8_t* w, int64_t blocks, const Layout* layout, const 
       float_rows<P, Format, P::kFloatRows, kHalves>(rows, w + b * layout->block_bytes, layout, x, m,
                                                     y + b * kBlockRows, ldy);
     }
+}
+
+// M rows against U consecutive blocks of fp8.
+template <class P, int M, int U>
+inline void fp8_tile(const uint8_t* w, const Layout* layout, const Rows* x, int64_t m0, float* y,
+                     int64_t ldy) {
+  constexpr int kHalves = kBlockRows / P::kLanes;
+  constexpr int kUnits = U * kHalves;
+  const float* a = x->f32 + m0 * layout->k_pad;
+  const uint8_t* scales = w + layout->scale_offset;
+  typename P::F acc[kUnits][M];
+  for (int u = 0; u < kUnits; u++)
+    for (int m = 0; m < M; m++) acc[u][m] = P::zero();
+  for (int64_t k0 = 0; k0 < layout->k_pad; k0 += layout->group, scales += 4) {
+    typename P::F part[kUnits][M][2];
+    for (int u = 0; u < kUnits; u++)
+      for (int m = 0; m < M; m++) part[u][m][0] = part[u][m][1] = P::zero();
+    for (int64_t k = k0; k < k0 + layout->group; k += 4, w += 64)
+#pragma GCC unroll 4
+      for (int u = 0; u < kUnits; u++) {
+        const uint8_t* p = w + u / kHalves * layout->block_bytes + u % kHalves * P::kLanes * 4;
+        if (u % kHalves == 0) P::prefetch(p + kAhead);
+        typename P::F code[4];
+        P::e4m3(p, code);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+          const typename P::F first = P::pair(a + m * layout->k_pad + k);
+          const typename P::F second = P::pair(a + m * layout->k_pad + k + 2);
+          part[u][m][0] = P::fma(code[0], first, part[u][m][0]);
+          part[u][m][1] = P::fma(code[1], first, part[u][m][1]);
+          part[u][m][0] = P::fma(code[2], second, part[u][m][0]);
+          part[u][m][1] = P::fma(code[3], second, part[u][m][1]);
+        }
+      }
+    for (int u = 0; u < kUnits; u++) {
+      const typename P::F scale = P::set1(float_at(scales + u / kHalves * layout->block_bytes) * 256.0f);
+      for (int m = 0; m < M; m++) acc[u][m] = P::fma(P::fold(part[u][m][0], part[u][m][1]), scale, acc[u][m]);
+    }
+  }
+  for (int u = 0; u < kUnits; u++)
+    for (int m = 0; m < M; m++) P::store(y + (m0 + m) * ldy + u * P::kLanes, acc[u][m]);
+}
+
+template <class P, int Max, int U>
+inline void fp8_rows(int64_t rows, const uint8_t* w, const Layout* layout, const Rows* x, int64_t m0,
+                     float* y, int64_t ldy) {
+  if constexpr (Max > 1) {
+    if (rows < Max) return fp8_rows<P, Max - 1, U>(rows, w, layout, x, m0, y, ldy);
+  }
+  fp8_tile<P, Max, U>(w, layout, x, m0, y, ldy);
+}
+
+// MaxRows rows of U blocks at a time.
+template <class P, int MaxRows, int U>
+void fp8_kernel(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y, int64_t ldy,
+                void*) {
+  int64_t b = 0;
+  for (; b + U <= blocks; b += U)
+    for (int64_t m = 0; m < x->rows; m += MaxRows)
+      fp8_rows<P, MaxRows, U>(x->rows - m < MaxRows ? x->rows - m : MaxRows, w + b * layout->block_bytes,
+                              layout, x, m, y + b * kBlockRows, ldy);
+  if constexpr (U > 1) {
+    for (; b < blocks; b++)
+      for (int64_t m = 0; m < x->rows; m += MaxRows)
+        fp8_rows<P, MaxRows, 1>(x->rows - m < MaxRows ? x->rows - m : MaxRows, w + b * layout->block_bytes,
+                                layout, x, m, y + b * kBlockRows, ldy);
+  }
 }
 
 }  // namespace

@@ -59,7 +59,8 @@ struct Tiles {
     for (int i = 0; i < 8; i++) {
       __m512i value = codes.v[i];
       if (Format == kInt8) value = _mm512_xor_si512(value, _mm512_set1_epi8(static_cast<char>(0x80)));
-      if (Format == kInt4) value = _mm512_sub_epi8(value, _mm512_set1_epi8(8));
+      if (Format != kInt8 && Codes<Format>::kZero)
+        value = _mm512_sub_epi8(value, _mm512_set1_epi8(static_cast<char>(Codes<Format>::kZero)));
       _mm512_store_si512(to + 64 * i, value);
     }
   }

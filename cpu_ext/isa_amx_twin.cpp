@@ -113,7 +113,7 @@ struct Twin {
   }
   template <int Format>
   static void unpack(const uint8_t* w, uint8_t* to) {
-    constexpr int kZero = Format == kInt8 ? 128 : Format == kInt4 ? 8 : 0;
+    constexpr int kZero = Codes<Format>::kZero;
     const Scalar::W codes = Scalar::decode<Format>(w);
     for (int i = 0; i < 512; i++) to[i] = static_cast<uint8_t>(codes.v[i / 64][i % 64] - kZero);
   }

@@ -51,7 +51,58 @@ struct Avx2 {
     return from_bits(_mm256_and_si256(raw(p), _mm256_set1_epi32(static_cast<int32_t>(0xffff0000u))));
   }
 
-  // int8 codes become signed values; int4 codes stay unsigned.
+  static I half_bits(I words) {  // E4M3 bits in the high bytes of words -> fp16 bits
+    return _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  }
+  static void e4m3(const uint8_t* p, F* w) {
+    const I step = raw(p), first = _mm256_setr_epi32(0x01800080, 0x05800480, 0x09800880, 0x0d800c80,
+                                                     0x01800080, 0x05800480, 0x09800880, 0x0d800c80);
+    const I second = _mm256_add_epi8(first, _mm256_set1_epi16(0x0200));
+    const I a = half_bits(_mm256_shuffle_epi8(step, first)), b = half_bits(_mm256_shuffle_epi8(step, second));
+    w[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(a));
+    w[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1));
+    w[2] = _mm256_cvtph_ps(_mm256_castsi256_si128(b));
+    w[3] = _mm256_cvtph_ps(_mm256_extracti128_si256(b, 1));
+  }
+  static F pair(const float* p) {
+    double both;
+    memcpy(&both, p, 8);
+    return _mm256_castpd_ps(_mm256_set1_pd(both));
+  }
+  static F fold(F first, F second) {
+    // The shuffles work within 128-bit lanes: rows 0 1 4 5 2 3 6 7.
+    const F sums = add(_mm256_shuffle_ps(first, second, 0x88), _mm256_shuffle_ps(first, second, 0xdd));
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(sums), 0xd8));
+  }
+  template <int Format>
+  static F scale(const uint8_t* p) {
+    if (Format == kMxfp4 || Format == kNvfp4) {
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+      if (Format == kMxfp4) {
+        const I power = _mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23);
+        return mul(from_bits(_mm256_max_epi32(power, _mm256_set1_epi32(0x00400000))), set1(0.5f));
+      }
+      const __m128i words = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7);
+      return _mm256_cvtph_ps(_mm_and_si128(words, _mm_set1_epi16(static_cast<int16_t>(0xbf80))));
+    }
+    return half(reinterpret_cast<const uint16_t*>(p));
+  }
+  static void half_sums(const int8_t* a, int32_t* sums) {
+    const I shifted = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const I*>(a)),
+                                       _mm256_set1_epi8(static_cast<char>(0x80)));
+    const I eights = _mm256_sad_epu8(shifted, _mm256_setzero_si256());
+    const I both = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0x4e));
+    sums[0] = _mm_cvtsi128_si32(_mm256_castsi256_si128(both)) - 16 * 128;
+    sums[1] = _mm_cvtsi128_si32(_mm256_extracti128_si256(both, 1)) - 16 * 128;
+  }
+
+  template <int Format>
+  static I number(I code) {
+    if (!Codes<Format>::kTable) return code;
+    const I table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kE2m1)));
+    return _mm256_shuffle_epi8(table, code);
+  }
+  // int8 codes become signed values; the others stay unsigned.
   template <int Format>
   static W decode(const uint8_t* p) {
     W r;
@@ -62,8 +113,8 @@ struct Avx2 {
       const I low = _mm256_set1_epi8(15);
       for (int i = 0; i < 4; i++) {
         const I both = raw(p + 64 * i);
-        r.v[2 * i] = _mm256_and_si256(both, low);
-        r.v[2 * i + 1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+        r.v[2 * i] = number<Format>(_mm256_and_si256(both, low));
+        r.v[2 * i + 1] = number<Format>(_mm256_and_si256(_mm256_srli_epi16(both, 4), low));
       }
     }
     return r;
@@ -73,12 +124,13 @@ struct Avx2 {
     memcpy(&bytes, a, 4);
     return _mm256_set1_epi32(bytes);
   }
-  // vpmaddubsw saturates at 32767. int4: the sums of a whole group stay below 8 * 2 * 15 * 127 = 30480. int8:
+  // vpmaddubsw saturates at 32767. int4: the sums of a whole group stay below 8 * 2 * 15 * 127 = 30480;
+  // tables reach 24, so the sums of two halves of 4 * 2 * 24 * 127 = 24384 are widened apart. int8:
   // |w| times the activation with the sign of w stays below 2 * 128 * 127 = 32512, so each step is widened.
-  template <int Format>
+  template <int Format, int First, int Count>
   static I dot(const W& w, const int8_t* a, int32_t sum) {
     const I ones = _mm256_set1_epi16(1);
-    if (Format == kInt8) {
+    if constexpr (Format == kInt8) {
       I total = _mm256_setzero_si256();
       for (int i = 0; i < 8; i++) {
         const I product =
@@ -86,15 +138,20 @@ struct Avx2 {
         total = _mm256_add_epi32(total, _mm256_madd_epi16(product, ones));
       }
       return total;
+    } else {
+      I even = _mm256_maddubs_epi16(w.v[First], four(a + 4 * First));
+      I odd = _mm256_maddubs_epi16(w.v[First + 1], four(a + 4 * First + 4));
+      for (int i = First + 2; i < First + Count; i += 2) {
+        even = _mm256_add_epi16(even, _mm256_maddubs_epi16(w.v[i], four(a + 4 * i)));
+        odd = _mm256_add_epi16(odd, _mm256_maddubs_epi16(w.v[i + 1], four(a + 4 * i + 4)));
+      }
+      static_assert(sums_fit<Format>(Count / 2), "16-bit sums saturate");
+      const I total = sums_fit<Format>(Count)
+                          ? _mm256_madd_epi16(_mm256_add_epi16(even, odd), ones)
+                          : _mm256_add_epi32(_mm256_madd_epi16(even, ones), _mm256_madd_epi16(odd, ones));
+      constexpr int32_t kZero = Codes<Format>::kZero;
+      return kZero ? _mm256_add_epi32(total, _mm256_set1_epi32(-kZero * sum)) : total;
     }
-    I even = _mm256_maddubs_epi16(w.v[0], four(a));
-    I odd = _mm256_maddubs_epi16(w.v[1], four(a + 4));
-    for (int i = 2; i < 8; i += 2) {
-      even = _mm256_add_epi16(even, _mm256_maddubs_epi16(w.v[i], four(a + 4 * i)));
-      odd = _mm256_add_epi16(odd, _mm256_maddubs_epi16(w.v[i + 1], four(a + 4 * i + 4)));
-    }
-    const I total = _mm256_madd_epi16(_mm256_add_epi16(even, odd), ones);
-    return Format == kInt4 ? _mm256_add_epi32(total, _mm256_set1_epi32(-8 * sum)) : total;
   }
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
   static void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
@@ -144,7 +201,16 @@ const IsaTable kTable = {
       {quant_kernel<P, kInt4, 4>, "int4.avx2.gemm"}},
      {{quant_kernel<P, kInt4a, 4>, "int4a.avx2.gemv"},
       {quant_kernel<P, kInt4a, 4>, "int4a.avx2.gemm"},
-      {quant_kernel<P, kInt4a, 4>, "int4a.avx2.gemm"}}},
+      {quant_kernel<P, kInt4a, 4>, "int4a.avx2.gemm"}},
+     {{fp8_kernel<P, 4, 1>, "fp8.avx2.gemv"},
+      {fp8_kernel<P, 4, 1>, "fp8.avx2.gemm"},
+      {fp8_kernel<P, 4, 1>, "fp8.avx2.gemm"}},
+     {{quant_kernel<P, kMxfp4, 4>, "mxfp4.avx2.gemv"},
+      {quant_kernel<P, kMxfp4, 4>, "mxfp4.avx2.gemm"},
+      {quant_kernel<P, kMxfp4, 4>, "mxfp4.avx2.gemm"}},
+     {{quant_kernel<P, kNvfp4, 4>, "nvfp4.avx2.gemv"},
+      {quant_kernel<P, kNvfp4, 4>, "nvfp4.avx2.gemm"},
+      {quant_kernel<P, kNvfp4, 4>, "nvfp4.avx2.gemm"}}},
     act_kernel<P>,
     quantize_kernel<P>,
     axpy_kernel<P>,

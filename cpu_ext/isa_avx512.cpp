@@ -10,10 +10,10 @@ namespace {
 
 struct Plain : Avx512 {
   // As on AVX2 (see there for the bounds), with the sign of int8 weights as a mask.
-  template <int Format>
+  template <int Format, int First, int Count>
   static I dot(const W& w, const int8_t* a, int32_t sum) {
     const I ones = _mm512_set1_epi16(1);
-    if (Format == kInt8) {
+    if constexpr (Format == kInt8) {
       const I flip = _mm512_set1_epi8(static_cast<char>(0x80));
       I total = _mm512_setzero_si512();
       for (int i = 0; i < 8; i++) {
@@ -23,15 +23,20 @@ struct Plain : Avx512 {
         total = _mm512_add_epi32(total, _mm512_madd_epi16(product, ones));
       }
       return total;
+    } else {
+      I even = _mm512_maddubs_epi16(w.v[First], four(a + 4 * First));
+      I odd = _mm512_maddubs_epi16(w.v[First + 1], four(a + 4 * First + 4));
+      for (int i = First + 2; i < First + Count; i += 2) {
+        even = _mm512_add_epi16(even, _mm512_maddubs_epi16(w.v[i], four(a + 4 * i)));
+        odd = _mm512_add_epi16(odd, _mm512_maddubs_epi16(w.v[i + 1], four(a + 4 * i + 4)));
+      }
+      static_assert(sums_fit<Format>(Count / 2), "16-bit sums saturate");
+      const I total = sums_fit<Format>(Count)
+                          ? _mm512_madd_epi16(_mm512_add_epi16(even, odd), ones)
+                          : _mm512_add_epi32(_mm512_madd_epi16(even, ones), _mm512_madd_epi16(odd, ones));
+      constexpr int32_t kZero = Codes<Format>::kZero;
+      return kZero ? _mm512_add_epi32(total, _mm512_set1_epi32(-kZero * sum)) : total;
     }
-    I even = _mm512_maddubs_epi16(w.v[0], four(a));
-    I odd = _mm512_maddubs_epi16(w.v[1], four(a + 4));
-    for (int i = 2; i < 8; i += 2) {
-      even = _mm512_add_epi16(even, _mm512_maddubs_epi16(w.v[i], four(a + 4 * i)));
-      odd = _mm512_add_epi16(odd, _mm512_maddubs_epi16(w.v[i + 1], four(a + 4 * i + 4)));
-    }
-    const I total = _mm512_madd_epi16(_mm512_add_epi16(even, odd), ones);
-    return Format == kInt4 ? _mm512_add_epi32(total, _mm512_set1_epi32(-8 * sum)) : total;
   }
 
   static int32_t amax_bits(const float* p) {
@@ -66,7 +71,16 @@ const IsaTable kUnit = {
       {quant_kernel<P, kInt4, 8>, "int4.avx512.gemm"}},
      {{quant_kernel<P, kInt4a, 4>, "int4a.avx512.gemv"},
       {quant_kernel<P, kInt4a, 8>, "int4a.avx512.gemm"},
-      {quant_kernel<P, kInt4a, 8>, "int4a.avx512.gemm"}}},
+      {quant_kernel<P, kInt4a, 8>, "int4a.avx512.gemm"}},
+     {{fp8_kernel<P, 4, 2>, "fp8.avx512.gemv"},
+      {fp8_kernel<P, 8, 1>, "fp8.avx512.gemm"},
+      {fp8_kernel<P, 8, 1>, "fp8.avx512.gemm"}},
+     {{quant_kernel<P, kMxfp4, 4>, "mxfp4.avx512.gemv"},
+      {quant_kernel<P, kMxfp4, 8>, "mxfp4.avx512.gemm"},
+      {quant_kernel<P, kMxfp4, 8>, "mxfp4.avx512.gemm"}},
+     {{quant_kernel<P, kNvfp4, 4>, "nvfp4.avx512.gemv"},
+      {quant_kernel<P, kNvfp4, 8>, "nvfp4.avx512.gemm"},
+      {quant_kernel<P, kNvfp4, 8>, "nvfp4.avx512.gemm"}}},
     act_kernel<P>,
     quantize_kernel<P>,
     axpy_kernel<P>,

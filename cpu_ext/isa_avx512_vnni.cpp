@@ -7,11 +7,11 @@ namespace hetero {
 namespace {
 
 struct Vnni : Avx512 {
-  template <int Format>
+  template <int Format, int First, int Count>
   static I dot(const W& w, const int8_t* a, int32_t sum) {
-    constexpr int32_t kZero = Format == kInt8 ? 128 : Format == kInt4 ? 8 : 0;
+    constexpr int32_t kZero = Codes<Format>::kZero;
     I total = kZero ? _mm512_set1_epi32(-kZero * sum) : _mm512_setzero_si512();
-    for (int i = 0; i < 8; i++) total = _mm512_dpbusd_epi32(total, w.v[i], four(a + 4 * i));
+    for (int i = First; i < First + Count; i++) total = _mm512_dpbusd_epi32(total, w.v[i], four(a + 4 * i));
     return total;
   }
 };
@@ -30,7 +30,14 @@ const IsaTable kUnit = {
       {quant_kernel<P, kInt4, 8>, "int4.avx512_vnni.gemm"}},
      {{quant_kernel<P, kInt4a, 4>, "int4a.avx512_vnni.gemv"},
       {quant_kernel<P, kInt4a, 8>, "int4a.avx512_vnni.gemm"},
-      {quant_kernel<P, kInt4a, 8>, "int4a.avx512_vnni.gemm"}}},
+      {quant_kernel<P, kInt4a, 8>, "int4a.avx512_vnni.gemm"}},
+     {kNone, kNone, kNone},
+     {{quant_kernel<P, kMxfp4, 4>, "mxfp4.avx512_vnni.gemv"},
+      {quant_kernel<P, kMxfp4, 8>, "mxfp4.avx512_vnni.gemm"},
+      {quant_kernel<P, kMxfp4, 8>, "mxfp4.avx512_vnni.gemm"}},
+     {{quant_kernel<P, kNvfp4, 4>, "nvfp4.avx512_vnni.gemv"},
+      {quant_kernel<P, kNvfp4, 8>, "nvfp4.avx512_vnni.gemm"},
+      {quant_kernel<P, kNvfp4, 8>, "nvfp4.avx512_vnni.gemm"}}},
     nullptr,
     nullptr,
     nullptr,

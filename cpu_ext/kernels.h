@@ -34,8 +34,11 @@ enum Format : int32_t {
   kFp8 = 5,
   kMxfp4 = 6,
   kNvfp4 = 7,
-  kFormats = 5  // with kernels so far
+  kFormats = 8
 };
+
+// Whether the kernels of a format take activations as int8 codes.
+static inline bool takes_codes(int32_t format) { return format != kF32 && format != kBf16 && format != kFp8; }
 
 enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3, kIsas = 4 };
 

@@ -4,6 +4,8 @@
 
 #include <string.h>
 
+#include <algorithm>
+
 // The loops over 16 rows are compiled for several instruction sets and chosen by the loader; contraction is
 // off, so that the results do not depend on the choice.
 #define HETERO_CLONES __attribute__((target_clones("default", "avx2", "avx512f"), optimize("O3")))
@@ -13,6 +15,9 @@ namespace {
 
 constexpr int kRows = kBlockRows;
 constexpr int kMaxGroup = 128;
+constexpr int64_t kMaxK = 1 << 19;  // the scratch of a kernel holds what it needs of one row
+constexpr int64_t kTileBlocks = 8;  // blocks that share the scales of fp8: 128 rows
+constexpr float kMostE4m3 = 448.0f, kMostE2m1 = 6.0f;
 constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: rounds to an integer, ties to even
 constexpr float kHalfMax = 65504.0f;
 // Scales tried for int4: the signed maximum divided by these. The first is the plain one; another is taken
@@ -61,6 +66,37 @@ inline uint16_t float_to_bf16(float value) {
 }
 
 inline float bf16_to_float(uint16_t value) { return bits_to_float(static_cast<uint32_t>(value) << 16); }
+
+inline float e4m3_to_float(uint8_t code) {
+  return half_to_float(static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7)) * 256.0f;
+}
+
+// To nearest, ties to even; beyond 448 the largest. A zero keeps its sign.
+inline uint8_t float_to_e4m3(float value) {
+  const uint32_t bits = float_to_bits(value), sign = bits >> 24 & 0x80u;
+  const uint32_t rest = bits & 0x7fffffffu;
+  const uint32_t most = float_to_bits(kMostE4m3);
+  const uint32_t bounded = rest < most ? rest : most;
+  // The numbers below 2^-6 are multiples of 2^-9; adding 2^14 rounds to one.
+  const uint32_t subnormal = float_to_bits(bits_to_float(bounded) + 16384.0f) - float_to_bits(16384.0f);
+  const uint32_t normal = ((bounded + 0x7ffffu + (bounded >> 20 & 1u)) >> 20) - (120u << 3);
+  return static_cast<uint8_t>(sign | (bounded < (121u << 23) ? subnormal : normal));
+}
+
+// To nearest, ties to the even code; beyond 6 the largest. Zero has no sign.
+inline uint8_t float_to_e2m1(float value) {
+  const float x = value < 0 ? -value : value;
+  const int code =
+      (x > 0.25f) + (x >= 0.75f) + (x > 1.25f) + (x >= 1.75f) + (x > 2.5f) + (x >= 3.5f) + (x > 5.0f);
+  return static_cast<uint8_t>(code != 0 && value < 0 ? code | 8 : code);
+}
+
+constexpr float kE2m1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+inline float e2m1_to_float(int code) { return code & 8 ? -kE2m1[code & 7] : kE2m1[code]; }
+
+inline float e8m0_to_float(uint8_t e) {
+  return bits_to_float(e == 0 ? 0x00400000u : static_cast<uint32_t>(e) << 23);
+}
 
 inline float clamp(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 
@@ -163,7 +199,7 @@ HETERO_CLONES void round_codes(const Group& group, int64_t size, const float* in
 // Codes of `size` k (a multiple of 8) of 16 rows into the steps of the block.
 void store_codes(const Layout& layout, int64_t k0, int64_t size, const uint8_t (*codes)[kRows],
                  uint8_t* out) {
-  if (layout.format == kInt8) {
+  if (layout.format == kInt8 || layout.format == kFp8) {
     uint8_t* p = out + k0 / 4 * 64;
     for (int64_t i = 0; i < size; i += 4)
       for (int r = 0; r < kRows; r++)
@@ -246,31 +282,109 @@ PackStatus quantise_group(const Layout& layout, const Group& group, int64_t size
   return kPackOk;
 }
 
+HETERO_CLONES void largest(const Group& group, int64_t size, float* most) {
+  for (int r = 0; r < kRows; r++) most[r] = 0;
+  for (int64_t i = 0; i < size; i++)
+    for (int r = 0; r < kRows; r++) {
+      const float x = group.v[i][r], magnitude = x < 0 ? -x : x;
+      most[r] = magnitude > most[r] ? magnitude : most[r];
+    }
+}
+
+HETERO_CLONES void round_e4m3(const Group& group, int64_t size, float inverse, uint8_t (*codes)[kRows]) {
+  for (int64_t i = 0; i < size; i++)
+    for (int r = 0; r < kRows; r++) codes[i][r] = float_to_e4m3(group.v[i][r] * inverse);
+}
+
+HETERO_CLONES void round_e2m1(const Group& group, int64_t size, const float* inverse,
+                              uint8_t (*codes)[kRows]) {
+  for (int64_t i = 0; i < size; i++)
+    for (int r = 0; r < kRows; r++) codes[i][r] = float_to_e2m1(group.v[i][r] * inverse[r]);
+}
+
+// One group of 16 rows of the formats of small floats: its codes, and its scales at `scale`.
+void quantise_floats(const Layout& layout, const Group& group, float shared, uint8_t* scale,
+                     uint8_t (*codes)[kRows]) {
+  float most[kRows], inverse[kRows];
+  if (layout.format == kFp8) {
+    memcpy(scale, &shared, 4);
+    return round_e4m3(group, layout.group, shared == 0 ? 0 : 1.0f / shared, codes);
+  }
+  largest(group, layout.group, most);
+  for (int r = 0; r < kRows; r++) {
+    if (layout.format == kMxfp4) {
+      // Of the largest's exponent 2 is the number's own, whose largest is 6 = 1.5 * 2^2. Zeros get 2^0.
+      const uint32_t exponent = float_to_bits(most[r]) >> 23;
+      const uint32_t e = most[r] == 0 ? 127 : exponent > 2 ? exponent - 2 : 0;
+      scale[r] = static_cast<uint8_t>(e);
+      inverse[r] = bits_to_float((254 - e) << 23);
+    } else {
+      scale[r] = shared == 0 ? 0 : float_to_e4m3(most[r] / kMostE2m1 / shared);
+      const float value = e4m3_to_float(scale[r]) * shared;
+      inverse[r] = value == 0 ? 0 : 1.0f / value;
+    }
+  }
+  round_e2m1(group, layout.group, inverse, codes);
+}
+
+int64_t scale_bytes(const Layout& layout) {
+  switch (layout.format) {
+    case kF32:
+    case kBf16:
+      return 0;
+    case kFp8:
+      return layout.k_pad / layout.group * 4;
+    case kMxfp4:
+    case kNvfp4:
+      return layout.k_pad / layout.group * kRows;
+    default:
+      return layout.k_pad / layout.group * kRows * 2;
+  }
+}
+
+int64_t extra_bytes(const Layout& layout) {
+  return layout.format == kInt4a ? scale_bytes(layout) : layout.format == kNvfp4 ? 4 : 0;
+}
+
+bool has_group(int32_t format, int32_t group) {
+  switch (format) {
+    case kF32:
+    case kBf16:
+      return group == 0;
+    case kFp8:
+      return group == 128;
+    case kMxfp4:
+      return group == 32;
+    case kNvfp4:
+      return group == 16;
+    default:
+      return group == 32 || group == 64 || group == 128;
+  }
+}
+
+bool small_float(const Layout& layout) { return layout.format >= kFp8; }
+
 void store_padding(const Layout& layout, uint8_t* out) {
-  const int64_t groups = layout.group ? layout.k_pad / layout.group : 0;
-  const int64_t end = (layout.format == kInt4a ? layout.min_offset : layout.scale_offset) + groups * 32;
+  const int64_t end = layout.min_offset + extra_bytes(layout);
   memset(out + end, 0, static_cast<size_t>(layout.block_bytes - end));
 }
 
 }  // namespace
 
 bool make_layout(int32_t format, int32_t group, int64_t n, int64_t k, Layout* layout) {
-  const bool plain = format == kF32 || format == kBf16;
-  if (format < 0 || format >= kFormats || n < 1 || k < 1) return false;
-  if (plain ? group != 0 : group != 32 && group != 64 && group != 128) return false;
-  const int64_t unit = plain ? kActGroup : group;
+  if (format < 0 || format >= kFormats || n < 1 || k < 1 || k > kMaxK) return false;
+  if (!has_group(format, group)) return false;
+  const int64_t unit = group > kActGroup ? group : kActGroup;
   layout->format = format;
   layout->group = group;
   layout->n = n;
   layout->k = k;
   layout->n_pad = (n + kRows - 1) / kRows * kRows;
   layout->k_pad = (k + unit - 1) / unit * unit;
-  const int64_t per_step[kFormats] = {1, 2, 4, 8, 8};
-  const int64_t codes = layout->k_pad / per_step[format] * 64;
-  const int64_t scales = plain ? 0 : layout->k_pad / group * kRows * 2;
-  layout->scale_offset = codes;
-  layout->min_offset = codes + scales;
-  layout->block_bytes = (codes + scales * (format == kInt4a ? 2 : 1) + 63) / 64 * 64;
+  const int64_t per_step[kFormats] = {1, 2, 4, 8, 8, 4, 8, 8};
+  layout->scale_offset = layout->k_pad / per_step[format] * 64;
+  layout->min_offset = layout->scale_offset + scale_bytes(*layout);
+  layout->block_bytes = (layout->min_offset + extra_bytes(*layout) + 63) / 64 * 64;
   return true;
 }
 
@@ -280,7 +394,47 @@ int64_t expert_bytes(const Layout& up, const Layout& down, bool has_gate, bool h
   return (bytes + 63) / 64 * 64;
 }
 
-PackStatus pack_block(const Layout& layout, int64_t block, const Source& source, uint8_t* out) {
+int64_t shared_per_block(const Layout& layout) {
+  return layout.format == kFp8 ? layout.k_pad / layout.group : layout.format == kNvfp4 ? 1 : 0;
+}
+
+PackStatus measure_block(const Layout& layout, int64_t block, const Source& source, float* shared) {
+  Group group;
+  float most[kRows];
+  const int64_t per_block = shared_per_block(layout), size = layout.format == kFp8 ? layout.group : kActGroup;
+  if (per_block == 0) return kPackOk;
+  float* to = shared + block * per_block;
+  *to = 0;
+  for (int64_t k0 = 0; k0 < layout.k_pad; k0 += size) {
+    load_group(layout, source, block * kRows, k0, size, &group);
+    if (!all_finite(group, size)) return kPackNotFinite;
+    largest(group, size, most);
+    const float amax = *std::max_element(most, most + kRows);
+    if (layout.format == kFp8)
+      *to++ = amax;
+    else
+      *to = std::max(*to, amax);
+  }
+  return kPackOk;
+}
+
+void settle_shared(const Layout& layout, float* shared) {
+  const int64_t per_block = shared_per_block(layout), blocks = block_count(layout);
+  const int64_t together = layout.format == kFp8 ? kTileBlocks : blocks;
+  const float most = layout.format == kFp8 ? kMostE4m3 : kMostE4m3 * kMostE2m1;
+  for (int64_t b0 = 0; b0 < blocks; b0 += together)
+    for (int64_t i = 0; i < per_block; i++) {
+      const int64_t end = std::min(b0 + together, blocks);
+      float amax = 0;
+      for (int64_t b = b0; b < end; b++) amax = std::max(amax, shared[b * per_block + i]);
+      // Below kTinyAmax the reciprocals would overflow.
+      const float scale = amax < kTinyAmax ? 0 : amax / most;
+      for (int64_t b = b0; b < end; b++) shared[b * per_block + i] = scale;
+    }
+}
+
+PackStatus pack_block(const Layout& layout, int64_t block, const Source& source, const float* shared,
+                      uint8_t* out) {
   const int64_t row = block * kRows;
   if (layout.group == 0) return pack_floats(layout, row, source, out);
   Group group;
@@ -288,10 +442,21 @@ PackStatus pack_block(const Layout& layout, int64_t block, const Source& source,
   uint16_t* scale = reinterpret_cast<uint16_t*>(out + layout.scale_offset);
   uint16_t* minimum = reinterpret_cast<uint16_t*>(out + layout.min_offset);
   store_padding(layout, out);
+  if (layout.format == kNvfp4) memcpy(out + layout.min_offset, shared + block, 4);
   for (int64_t k0 = 0; k0 < layout.k_pad; k0 += layout.group, scale += kRows, minimum += kRows) {
     const int64_t real = layout.k - k0 < layout.group ? layout.k - k0 : layout.group;
     load_group(layout, source, row, k0, layout.group, &group);
     if (!all_finite(group, real)) return kPackNotFinite;
+    if (small_float(layout)) {
+      const int64_t g = k0 / layout.group;
+      const int64_t at = layout.format == kFp8 ? 4 * g : kRows * g;
+      const float common = layout.format == kFp8     ? shared[block * (layout.k_pad / layout.group) + g]
+                           : layout.format == kNvfp4 ? shared[block]
+                                                     : 0;
+      quantise_floats(layout, group, common, out + layout.scale_offset + at, codes);
+      store_codes(layout, k0, layout.group, codes, out);
+      continue;
+    }
     const PackStatus status = quantise_group(layout, group, layout.group, real, scale, minimum, codes);
     if (status != kPackOk) return status;
     store_codes(layout, k0, layout.group, codes, out);
@@ -299,22 +464,62 @@ PackStatus pack_block(const Layout& layout, int64_t block, const Source& source,
   return kPackOk;
 }
 
-void pack_codes_block(const Layout& layout, int64_t block, const uint8_t* codes, const uint16_t* scales,
-                      const uint16_t* minima, uint8_t* out) {
+const char* wrong_codes(const Layout& layout, const Quantised& q) {
+  const int64_t count = layout.n * layout.k, per_row = (layout.k + layout.group - 1) / layout.group;
+  const uint8_t* bytes = static_cast<const uint8_t*>(q.scales);
+  const float *floats = static_cast<const float*>(q.scales), *extra = static_cast<const float*>(q.extra);
+  // The kernels multiply these by 256.
+  auto fits = [](float x) { return x >= -0x1p119f && x <= 0x1p119f; };
+  auto nan_code = [](uint8_t code) { return (code & 0x7f) == 0x7f; };
+  switch (layout.format) {
+    case kInt8:
+      return nullptr;
+    case kFp8:
+      if (std::any_of(q.codes, q.codes + count, nan_code)) return "a code is NaN (0x7f or 0xff)";
+      return std::all_of(floats, floats + (layout.n + 127) / 128 * per_row, fits)
+                 ? nullptr
+                 : "a scale is not finite or too large";
+    default:
+      break;
+  }
+  if (std::any_of(q.codes, q.codes + count, [](uint8_t code) { return code > 15; }))
+    return "a code is above 15";
+  if (layout.format == kMxfp4 &&
+      std::find(bytes, bytes + layout.n * per_row, 255) != bytes + layout.n * per_row)
+    return "a scale is NaN (E8M0 255)";
+  if (layout.format == kNvfp4) {
+    if (std::any_of(bytes, bytes + layout.n * per_row, nan_code)) return "a scale is NaN (0x7f or 0xff)";
+    if (!fits(*extra)) return "the scale of the matrix is not finite or too large";
+  }
+  return nullptr;
+}
+
+void pack_codes_block(const Layout& layout, int64_t block, const Quantised& q, uint8_t* out) {
   const int64_t row = block * kRows, groups = layout.k_pad / layout.group;
+  const int64_t per_row = (layout.k + layout.group - 1) / layout.group;
   const uint8_t zero = layout.format == kInt8 ? 128 : layout.format == kInt4 ? 8 : 0;
+  const int64_t size = layout.format == kMxfp4 || layout.format == kNvfp4 ? 1 : 2;  // bytes of a row's scale
   uint8_t part[kMaxGroup][kRows];
-  uint16_t* scale = reinterpret_cast<uint16_t*>(out + layout.scale_offset);
-  uint16_t* minimum = reinterpret_cast<uint16_t*>(out + layout.min_offset);
+  const uint8_t *scales = static_cast<const uint8_t*>(q.scales),
+                *extra = static_cast<const uint8_t*>(q.extra);
+  uint8_t *scale = out + layout.scale_offset, *minimum = out + layout.min_offset;
   store_padding(layout, out);
+  memset(scale, layout.format == kMxfp4 ? 127 : 0,
+         static_cast<size_t>(layout.min_offset - layout.scale_offset));
+  memset(minimum, 0, static_cast<size_t>(extra_bytes(layout)));
+  if (layout.format == kNvfp4) memcpy(minimum, extra, 4);
   for (int64_t g = 0; g < groups; g++) {
     const int64_t k0 = g * layout.group;
+    if (layout.format == kFp8) memcpy(scale + 4 * g, scales + 4 * (row / 128 * per_row + g), 4);
     for (int64_t r = 0; r < kRows; r++) {
-      const bool inside = row + r < layout.n;
-      scale[g * kRows + r] = inside ? scales[(row + r) * groups + g] : 0;
-      if (layout.format == kInt4a) minimum[g * kRows + r] = inside ? minima[(row + r) * groups + g] : 0;
+      const bool inside = row + r < layout.n && g < per_row;
+      if (inside && layout.format != kFp8) {
+        const int64_t to = (g * kRows + r) * size, from = ((row + r) * per_row + g) * size;
+        memcpy(scale + to, scales + from, static_cast<size_t>(size));
+        if (layout.format == kInt4a) memcpy(minimum + to, extra + from, static_cast<size_t>(size));
+      }
       for (int64_t i = 0; i < layout.group; i++)
-        part[i][r] = inside && k0 + i < layout.k ? codes[(row + r) * layout.k + k0 + i] : zero;
+        part[i][r] = inside && k0 + i < layout.k ? q.codes[(row + r) * layout.k + k0 + i] : zero;
     }
     store_codes(layout, k0, layout.group, part, out);
   }
@@ -334,6 +539,18 @@ void unpack_block(const Layout& layout, int64_t block, const uint8_t* w, float* 
         uint16_t value;
         memcpy(&value, w + k / 2 * 64 + r * 4 + k % 2 * 2, 2);
         *to = bf16_to_float(value);
+      } else if (layout.format == kFp8) {
+        float scale;
+        memcpy(&scale, w + layout.scale_offset + k / layout.group * 4, 4);
+        *to = e4m3_to_float(w[k / 4 * 64 + r * 4 + k % 4]) * scale;
+      } else if (small_float(layout)) {
+        const uint8_t byte = w[layout.scale_offset + k / layout.group * kRows + r];
+        float scale = e8m0_to_float(byte);
+        if (layout.format == kNvfp4) {
+          memcpy(&scale, w + layout.min_offset, 4);
+          scale *= e4m3_to_float(byte);
+        }
+        *to = e2m1_to_float(w[k / 8 * 64 + r * 4 + k % 4] >> (k % 8 < 4 ? 0 : 4) & 15) * scale;
       } else {
         const int64_t at = k / layout.group * kRows + r;
         const float scale = half_to_float(scales[at]);

@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#include "codes.h"
 #include "kernels.h"
 
 namespace hetero {
@@ -30,6 +31,11 @@ inline float half_to_float(uint16_t half) {
     return bits_to_float(sign | float_to_bits(value));
   }
   return bits_to_float(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+
+// An E4M3's bits moved into an fp16: its number * 2^-8.
+inline float e4m3_to_float(uint8_t code) {
+  return half_to_float(static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7));
 }
 
 struct Scalar {
@@ -157,17 +163,44 @@ struct Scalar {
     } else {
       for (int step = 0; step < 4; step++)
         for (int i = 0; i < 64; i++) {
-          r.v[2 * step][i] = p[64 * step + i] & 15;
-          r.v[2 * step + 1][i] = p[64 * step + i] >> 4;
+          const uint8_t low = p[64 * step + i] & 15, high = p[64 * step + i] >> 4;
+          r.v[2 * step][i] = Codes<Format>::kTable ? kE2m1[low] : low;
+          r.v[2 * step + 1][i] = Codes<Format>::kTable ? kE2m1[high] : high;
         }
     }
     return r;
   }
   template <int Format>
+  static F scale(const uint8_t* p) {
+    return each([&](int i) {
+      if (Format == kMxfp4)
+        return bits_to_float(p[i] == 0 ? 0x00400000u : static_cast<uint32_t>(p[i]) << 23) * 0.5f;
+      if (Format == kNvfp4) return e4m3_to_float(p[i]);
+      return half_to_float(static_cast<uint16_t>(p[2 * i] | p[2 * i + 1] << 8));
+    });
+  }
+  static void e4m3(const uint8_t* p, F* w) {
+    for (int row = 0; row < 16; row++)
+      for (int k = 0; k < 4; k++)
+        w[k / 2 * 2 + row / 8].v[row % 8 * 2 + k % 2] = e4m3_to_float(p[4 * row + k]);
+  }
+  static F pair(const float* p) {
+    return each([&](int i) { return p[i % 2]; });
+  }
+  static F fold(const F& first, const F& second) {
+    return each([&](int i) {
+      const float* p = (i < 8 ? first.v : second.v) + i % 8 * 2;
+      return p[0] + p[1];
+    });
+  }
+  static void half_sums(const int8_t* a, int32_t* sums) {
+    sums[0] = sums[1] = 0;
+    for (int i = 0; i < 32; i++) sums[i / 16] += a[i];
+  }
+  template <int Format, int First, int Count>
   static I dot(const W& w, const int8_t* a, int32_t sum) {
-    constexpr int32_t kZero = Format == kInt8 ? 128 : Format == kInt4 ? 8 : 0;
-    I r = set1i(-kZero * sum);
-    for (int step = 0; step < 8; step++)
+    I r = set1i(-Codes<Format>::kZero * sum);
+    for (int step = First; step < First + Count; step++)
       for (int i = 0; i < 16; i++)
         for (int j = 0; j < 4; j++) r.v[i] += w.v[step][4 * i + j] * a[4 * step + j];
     return r;

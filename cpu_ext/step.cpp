@@ -26,7 +26,7 @@ struct Step {
         store(experts.weights_),
         up(store.up_layout()),
         down(store.down_layout()),
-        quantised(op.config_.format != kF32 && op.config_.format != kBf16),
+        quantised(takes_codes(op.config_.format)),
         ctx(context),
         ws(context.workspace),
         mode(step_mode) {}
@@ -524,7 +524,7 @@ struct Step {
 void Experts::run(Context& context, Mode mode, const void* x, DType type, const Routing& routing,
                   const float* weights, float* out) const {
   std::lock_guard<std::mutex> hold(context.lock);
-  const bool quantised = config_.format != kF32 && config_.format != kBf16;
+  const bool quantised = takes_codes(config_.format);
   const int64_t slots = routing.slots, hidden = config_.hidden, inter = config_.intermediate;
   const int64_t in_width = mode == Mode::kDown ? slots * inter : hidden;
   const int64_t out_width =

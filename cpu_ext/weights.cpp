@@ -123,22 +123,49 @@ void Weights::put(Pool& pool, int64_t expert, Part part, const void* data, DType
     widen(data, type, n, row_stride, const_cast<float*>(bias(expert, part)));
     return;
   }
+  const Layout& layout = part == kDown ? down_ : up_;
+  const Source source = {data, static_cast<int32_t>(type), row_stride, col_stride};
+  std::atomic<int32_t> status{kPackOk};
+  auto note = [&](PackStatus block) {
+    if (block != kPackOk) status.store(block, std::memory_order_relaxed);
+  };
+  std::vector<float> shared(static_cast<size_t>(block_count(layout) * shared_per_block(layout)));
+  if (!shared.empty()) {
+    pack_blocks(pool, expert, part,
+                [&](int64_t block, uint8_t*) { note(measure_block(layout, block, source, shared.data())); });
+    settle_shared(layout, shared.data());
+  }
+  if (status == kPackOk) {
+    pack_blocks(pool, expert, part, [&](int64_t block, uint8_t* to) {
+      note(pack_block(layout, block, source, shared.data(), to));
+    });
+  }
+  if (status == kPackNotFinite) throw std::invalid_argument("a weight is NaN or infinite");
+  if (status == kPackOverflow) throw std::invalid_argument("a weight is too large for the format");
+}
+
+void Weights::put_codes(Pool& pool, int64_t expert, Part part, const Quantised& q) {
+  const Layout& layout = part == kDown ? down_ : up_;
+  if (const char* wrong = wrong_codes(layout, q)) throw std::invalid_argument(wrong);
+  pack_blocks(pool, expert, part,
+              [&](int64_t block, uint8_t* to) { pack_codes_block(layout, block, q, to); });
+}
+
+void Weights::pack_blocks(Pool& pool, int64_t expert, Part part,
+                          const std::function<void(int64_t, uint8_t*)>& task) {
   struct Job {
     const Weights& weights;
     int64_t expert;
     Part part;
-    Source source;
-    std::atomic<int32_t> status{kPackOk};
-  } job{*this, expert, part, {data, static_cast<int32_t>(type), row_stride, col_stride}};
+    const std::function<void(int64_t, uint8_t*)>& task;
+  } job{*this, expert, part, task};
   auto pack = [](void* ctx, int64_t block, int) {
     Job& j = *static_cast<Job*>(ctx);
-    const Layout& layout = j.part == kDown ? j.weights.down_ : j.weights.up_;
     uint8_t* to = j.weights.block_at(j.expert, j.part, block, 0);
-    const PackStatus status = pack_block(layout, block, j.source, to);
-    if (status != kPackOk) j.status.store(status, std::memory_order_relaxed);
+    j.task(block, to);
     for (int copy = 1; copy < j.weights.copies_; ++copy) {
       std::memcpy(j.weights.block_at(j.expert, j.part, block, copy), to,
-                  static_cast<size_t>(layout.block_bytes));
+                  static_cast<size_t>((j.part == kDown ? j.weights.down_ : j.weights.up_).block_bytes));
     }
   };
   // Blocks are packed by their node's threads: where binding is denied, the first touch still places them.
@@ -154,8 +181,6 @@ void Weights::put(Pool& pool, int64_t expert, Part part, const void* data, DType
     phase.nodes = parts_;
   }
   pool.run(&phase, 1);
-  if (job.status == kPackNotFinite) throw std::invalid_argument("a weight is NaN or infinite");
-  if (job.status == kPackOverflow) throw std::invalid_argument("a weight is too large for the format");
 }
 
 void Weights::copy(int64_t from, int64_t to) {

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "arena.h"
 #include "kernels.h"
+#include "pack.h"
 #include "pool.h"
 #include "rows.h"
 
@@ -90,6 +92,8 @@ class Weights {
   // Throws std::invalid_argument when the part cannot be packed.
   void put(Pool& pool, int64_t expert, Part part, const void* data, DType type, int64_t row_stride,
            int64_t col_stride);
+  // Packs a matrix that is quantised already, without changing a value.
+  void put_codes(Pool& pool, int64_t expert, Part part, const Quantised& q);
   // Gives expert `to` the packed bytes of expert `from`.
   void copy(int64_t from, int64_t to);
 
@@ -105,6 +109,9 @@ class Weights {
     return arenas_[static_cast<size_t>(arena)].data() +
            (parts_ == 1 ? expert * stride_ : offsets_[static_cast<size_t>(expert * parts_ + arena)]);
   }
+  // Runs task(block) for each block of a matrix on the threads of the block's node, then copies it to the
+  // other nodes that have one.
+  void pack_blocks(Pool& pool, int64_t expert, Part part, const std::function<void(int64_t, uint8_t*)>& task);
   int64_t up_blocks(int64_t expert, int part) const;
   int64_t up_bytes(int64_t expert, int part) const {
     return up_blocks(expert, part) * mats_ * up_.block_bytes;

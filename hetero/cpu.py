@@ -21,6 +21,7 @@ from hetero.formats import Format
 from hetero.hw import cpu as hw_cpu
 from hetero.hw import memory, placement, topology
 from hetero.hw.topology import Topology
+from hetero.quant.pack import check_codes
 
 log = logging.getLogger("hetero.cpu")
 
@@ -244,16 +245,7 @@ class CpuExperts:
         ``tensor``: float32, bfloat16 or float16 on the CPU, any strides. Raises InputError on another shape
         or type, a part that the spec lacks or that was put before, a weight that the format cannot hold.
         """
-        what = f"expert {expert} {part}"
-        if not 0 <= expert < self.spec.num_experts:
-            raise InputError(f"{what}: there are {self.spec.num_experts} experts")
-        if part not in self._parts:
-            raise InputError(f"{what}: these experts have only {', '.join(self._parts)}")
-        if (expert, part) in self._put:
-            raise InputError(f"{what}: given twice")
-        shape = _part_shape(self.spec, part)
-        if tuple(tensor.shape) != shape:
-            raise InputError(f"{what}: shape {list(tensor.shape)}, must be {list(shape)}")
+        what = self._check_part(expert, part, tensor)
         if tensor.dtype not in _DTYPES or tensor.device.type != "cpu":
             raise InputError(
                 f"{what}: {tensor.dtype} on {tensor.device}, must be float32, bfloat16 or float16 on the CPU"
@@ -266,6 +258,44 @@ class CpuExperts:
         except ValueError as error:
             raise InputError(f"{what} in {self.format}: {error}") from None
         self._put.add((expert, part))
+
+    def put_codes(
+        self, expert: int, part: Part, codes: Tensor, scales: Tensor, extra: Tensor | None = None
+    ) -> None:
+        """Store a matrix that is quantised in this format already, without changing a value.
+
+        ``codes`` [N, K] with ``scales`` and ``extra`` as ``hetero.quant.pack.pack_codes`` takes them. Raises
+        InputError on other types or shapes, codes that are not numbers, or a part that cannot come now.
+        """
+        what = self._check_part(expert, part, codes)
+        if part.endswith("_bias"):
+            raise InputError(f"{what}: a bias has no codes")
+        try:
+            stored = check_codes(self.format, codes, scales, extra)
+            self._experts.put_codes(
+                expert,
+                _PARTS.index(part),
+                stored.codes.data_ptr(),
+                stored.scales.data_ptr(),
+                0 if stored.extra is None else stored.extra.data_ptr(),
+            )
+        except (ValueError, InputError) as error:
+            raise InputError(f"{what}: {error}") from None
+        self._put.add((expert, part))
+
+    def _check_part(self, expert: int, part: Part, tensor: Tensor) -> str:
+        """What is put, in words. Raises InputError where it has no place, came before or does not fit."""
+        what = f"expert {expert} {part}"
+        if not 0 <= expert < self.spec.num_experts:
+            raise InputError(f"{what}: there are {self.spec.num_experts} experts")
+        if part not in self._parts:
+            raise InputError(f"{what}: these experts have only {', '.join(self._parts)}")
+        if (expert, part) in self._put:
+            raise InputError(f"{what}: given twice")
+        shape = _part_shape(self.spec, part)
+        if tuple(tensor.shape) != shape:
+            raise InputError(f"{what}: shape {list(tensor.shape)}, must be {list(shape)}")
+        return what
 
     def copy_expert(self, source: int, target: int) -> None:
         """Give ``target`` the packed bytes of ``source``: synthetic weights without the cost of packing.

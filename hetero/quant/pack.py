@@ -12,21 +12,23 @@ import torch
 from torch import Tensor
 
 from hetero.core import InputError
-from hetero.formats import BLOCK_ROWS, Format, block_bytes, padded_k
+from hetero.formats import BLOCK_ROWS, FIXED_GROUPS, FP8_TILE, Format, block_bytes, padded_k
+from hetero.quant import small_floats
 
 INT4_DIVISORS = (-8.0, -8.5, -7.2, -8.2, -7.8, -8.9, -9.4)
 """Scales tried for int4: the signed maximum divided by each; a later one needs a smaller squared error."""
 
 _HALF_MAX = 65504.0
-_ZERO = {"int8": 128, "int4": 8, "int4a": 0}
+_ZERO = {"int8": 128, "int4": 8}
+_BYTE_CODES = ("int8", "fp8")
 
 
 class Codes(NamedTuple):
-    """Quantised weights: codes uint8 [n, k], scales float16 [n, ceil(k / group)], minima alike for int4a."""
+    """Quantised weights: codes uint8 [n, k] with the scales and extras of ``pack_codes``."""
 
     codes: Tensor
     scales: Tensor
-    minima: Tensor | None
+    extra: Tensor | None
 
 
 def quantise(fmt: Format, weight: Tensor) -> Tensor:
@@ -43,7 +45,13 @@ def quantise(fmt: Format, weight: Tensor) -> Tensor:
 
 
 def quantise_codes(fmt: Format, weight: Tensor) -> Codes:
-    """Codes, scales and minima of ``weight`` float32 [n, k], all finite, in a quantised format."""
+    """Codes, scales and extras of ``weight`` float32 [n, k], all finite, in a quantised format."""
+    if fmt.name == "fp8":
+        return Codes(*small_floats.quantise_fp8(weight), None)
+    if fmt.name == "mxfp4":
+        return Codes(*small_floats.quantise_mxfp4(weight, fmt), None)
+    if fmt.name == "nvfp4":
+        return Codes(*small_floats.quantise_nvfp4(weight, fmt))
     k = weight.shape[1]
     pieces: list[Codes] = []
     for start in range(0, k, fmt.group):
@@ -53,36 +61,109 @@ def quantise_codes(fmt: Format, weight: Tensor) -> Codes:
     scales = torch.stack([p.scales for p in pieces], 1)
     if fmt.name != "int4a":
         return Codes(codes, scales, None)
-    return Codes(codes, scales, torch.stack([p.minima for p in pieces if p.minima is not None], 1))
+    return Codes(codes, scales, torch.stack([p.extra for p in pieces if p.extra is not None], 1))
 
 
-def pack_codes(fmt: Format, codes: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:
+def code_shapes(fmt: Format, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Shapes of the scales and of the extra (None: there is none) of a quantised matrix [n, k]."""
+    groups = -(-k // fmt.group)
+    if fmt.name == "fp8":
+        return (-(-n // FP8_TILE), groups), None
+    return (n, groups), (n, groups) if fmt.name == "int4a" else (1,) if fmt.name == "nvfp4" else None
+
+
+def check_codes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None) -> Codes:
+    """The arguments of ``pack_codes`` as they are stored: E8M0 and E4M3 as uint8, a scalar extra as [1], all
+    on the CPU and contiguous. Raises InputError where types, shapes or codes do not fit the format."""
+    if not fmt.quantised:
+        raise InputError(f"{fmt} has no codes")
+    n, k = codes.shape
+    scale_shape, extra_shape = code_shapes(fmt, n, k)
+    if (extra is None) != (extra_shape is None):
+        what = "minima" if fmt.name != "nvfp4" else "a scale of the matrix"
+        raise InputError(f"{fmt} {'needs' if extra is None else 'has no'} {what} beside its scales")
+    if fmt.name == "nvfp4" and extra is not None and extra.numel() == 1:
+        extra = extra.reshape(1)
+    found = None if extra is None else tuple(extra.shape)
+    if tuple(scales.shape) != scale_shape or found != extra_shape:
+        beside = "" if extra_shape is None else f", the extra {list(extra_shape)}"
+        raise InputError(
+            f"scales of {fmt} for codes {[n, k]} must have the shape {list(scale_shape)}{beside}"
+        )
+    parts = [codes, scales] + ([] if extra is None else [extra])
+    raw = [_as_bytes(part) for part in parts]
+    half = torch.float16
+    wanted = [torch.uint8, _SCALE_TYPES.get(fmt.name, half), _EXTRA_TYPES.get(fmt.name, half)]
+    if any(part.dtype != dtype for part, dtype in zip(raw, wanted, strict=False)):
+        raise InputError(
+            f"{fmt} takes codes of {wanted[0]} and scales of {wanted[1]}, not {[str(p.dtype) for p in parts]}"
+        )
+    _check_values(fmt, raw[0], raw[1], raw[2] if extra is not None else None)
+    return Codes(raw[0], raw[1], raw[2] if extra is not None else None)
+
+
+_SCALE_TYPES = {"fp8": torch.float32, "mxfp4": torch.uint8, "nvfp4": torch.uint8}
+_EXTRA_TYPES = {"nvfp4": torch.float32}
+_MOST_SCALE = 2.0**119  # the kernels multiply float32 scales by 256
+
+
+def _as_bytes(part: Tensor) -> Tensor:
+    part = part.detach().cpu().contiguous()
+    eight_bits = part.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu)
+    return part.view(torch.uint8) if eight_bits else part
+
+
+def _check_values(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None) -> None:
+    def refuse(bad: Tensor, what: str) -> None:
+        if bool(bad.any()):
+            raise InputError(f"{what} for {fmt}")
+
+    if fmt.name == "fp8":
+        refuse((codes & 0x7F) == 0x7F, "a code is NaN (0x7f or 0xff)")
+        refuse(~(scales.abs() <= _MOST_SCALE), "a scale is not finite or too large")
+    elif fmt.name != "int8":
+        refuse(codes > 15, "a code is above 15")
+    if fmt.name == "mxfp4":
+        refuse(scales == 255, "a scale is NaN (E8M0 255)")
+    if fmt.name == "nvfp4" and extra is not None:
+        refuse((scales & 0x7F) == 0x7F, "a scale is NaN (0x7f or 0xff)")
+        refuse(~(extra.abs() <= _MOST_SCALE), "the scale of the matrix is not finite or too large")
+
+
+def pack_codes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None = None) -> Tensor:
     """Packs values that are quantised already, changing none of them, into uint8 [packed_bytes].
 
-    ``codes`` uint8 [n, k]: 0 to 15 (int4: value + 8), or value + 128 (int8). ``scales``, and for int4a
-    ``minima``: float16 [n, ceil(k / group)]. Raises InputError where shapes or codes do not fit the format.
+    ``codes`` uint8 [n, k] (fp8 also as float8_e4m3fn) with
+      int8          code = value + 128; scales float16 [n, ceil(k / group)]
+      int4, int4a   0 to 15 (int4: value + 8); the same scales; int4a: ``extra`` float16 minima alike
+      fp8           E4M3, no NaN; scales float32 [ceil(n / 128), ceil(k / 128)]
+      mxfp4         E2M1, 0 to 15; scales E8M0 [n, ceil(k / 32)] as uint8 or float8_e8m0fnu
+      nvfp4         E2M1; scales E4M3 [n, ceil(k / 16)] as uint8 or float8_e4m3fn; ``extra`` one float32
+    Raises InputError where types, shapes or codes do not fit the format.
     """
+    codes, scales, extra = check_codes(fmt, codes, scales, extra)
     n, k = codes.shape
     k_pad = padded_k(fmt, k)
-    shape = (n, k_pad // fmt.group) if fmt.quantised else ()
-    if not fmt.quantised or (minima is None) == (fmt.name == "int4a"):
-        raise InputError(f"{fmt} has {'no codes' if not fmt.quantised else 'other minima than given'}")
-    if scales.shape != shape or (minima is not None and minima.shape != shape):
-        raise InputError(f"scales and minima of {fmt} for codes {(n, k)} must have the shape {shape}")
-    if fmt.name != "int8" and n and k and int(codes.max()) > 15:
-        raise InputError(f"a code of {fmt} is above 15")
     n_pad = -(-n // BLOCK_ROWS) * BLOCK_ROWS
-    full = torch.full((n_pad, k_pad), _ZERO[fmt.name], dtype=torch.uint8)
+    count = n_pad // BLOCK_ROWS
+    full = torch.full((n_pad, k_pad), _ZERO.get(fmt.name, 0), dtype=torch.uint8)
     full[:n, :k] = codes
-    blocks = full.view(n_pad // BLOCK_ROWS, BLOCK_ROWS, k_pad)
-    if fmt.name == "int8":
+    blocks = full.view(count, BLOCK_ROWS, k_pad)
+    if fmt.name in _BYTE_CODES:
         steps = blocks.view(*blocks.shape[:2], k_pad // 4, 4)
     else:
         pairs = blocks.view(*blocks.shape[:2], k_pad // 8, 2, 4)
         steps = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4
-    parts = [steps.transpose(1, 2).flatten(1), _scale_bytes(scales, n_pad)]
-    if minima is not None:
-        parts.append(_scale_bytes(minima, n_pad))
+    parts = [steps.transpose(1, 2).flatten(1)]
+    if fmt.name == "fp8":
+        of_block = torch.arange(count) * BLOCK_ROWS // FP8_TILE
+        parts.append(scales[of_block].contiguous().view(torch.uint8))
+    else:
+        parts.append(_scale_bytes(fmt, scales, n_pad, k_pad // fmt.group))
+    if fmt.name == "int4a" and extra is not None:
+        parts.append(_scale_bytes(fmt, extra, n_pad, k_pad // fmt.group))
+    elif extra is not None:
+        parts.append(extra.view(torch.uint8).expand(count, 4))
     return _closed(fmt, k, torch.cat(parts, 1))
 
 
@@ -97,15 +178,17 @@ def dequantise(fmt: Format, packed: Tensor, n: int, k: int) -> Tensor:
         values = blocks[:, : k_pad * BLOCK_ROWS * dtype.itemsize].contiguous().view(dtype)
         steps = values.view(count, k_pad // per_step, BLOCK_ROWS, per_step).transpose(1, 2)
         return steps.reshape(count * BLOCK_ROWS, k_pad)[:n, :k].float().contiguous()
-    per_step = 4 if fmt.name == "int8" else 8
+    per_step = 4 if fmt.name in _BYTE_CODES else 8
     size = k_pad // per_step * 64
     steps = blocks[:, :size].reshape(count, k_pad // per_step, BLOCK_ROWS, 4).transpose(1, 2)
     if per_step == 8:
         steps = torch.stack([steps & 15, steps >> 4], 3)
     codes = steps.reshape(count * BLOCK_ROWS, k_pad)
     groups = k_pad // fmt.group
+    if fmt.name in FIXED_GROUPS:
+        return _small_floats(fmt, blocks, codes, size)[:n, :k].contiguous()
     scales = _read_scales(blocks, size, groups)
-    value = (codes.int() - _ZERO[fmt.name]).float() * scales.repeat_interleave(fmt.group, 1)
+    value = (codes.int() - _ZERO.get(fmt.name, 0)).float() * scales.repeat_interleave(fmt.group, 1)
     if fmt.name == "int4a":
         value = value + _read_scales(blocks, size + 32 * groups, groups).repeat_interleave(fmt.group, 1)
     return value[:n, :k].contiguous()
@@ -130,11 +213,29 @@ def _closed(fmt: Format, k: int, blocks: Tensor) -> Tensor:
     return full.flatten()
 
 
-def _scale_bytes(scales: Tensor, n_pad: int) -> Tensor:
-    """Float16 [n, groups] as bytes [blocks, groups * 32] in the order of the blocks."""
-    full = torch.zeros(n_pad, scales.shape[1], dtype=torch.float16)
-    full[: scales.shape[0]] = scales
-    by_block = full.view(-1, BLOCK_ROWS, scales.shape[1]).transpose(1, 2)
+def _small_floats(fmt: Format, blocks: Tensor, codes: Tensor, size: int) -> Tensor:
+    """Float32 [n_pad, k_pad] of codes whose scales start at byte ``size`` of each block."""
+    groups = codes.shape[1] // fmt.group
+    if fmt.name == "fp8":
+        scales = blocks[:, size : size + 4 * groups].contiguous().view(torch.float32)
+        by_row = scales.repeat_interleave(BLOCK_ROWS, 0).repeat_interleave(fmt.group, 1)
+        return small_floats.from_e4m3(codes) * by_row
+    end = size + BLOCK_ROWS * groups
+    raw = blocks[:, size:end].reshape(-1, groups, BLOCK_ROWS).transpose(1, 2).reshape(-1, groups)
+    if fmt.name == "mxfp4":
+        scale = small_floats.from_e8m0(raw)
+    else:
+        matrix = blocks[:, end : end + 4].contiguous().view(torch.float32)
+        scale = small_floats.from_e4m3(raw) * matrix.repeat_interleave(BLOCK_ROWS, 0)
+    return small_floats.from_e2m1(codes) * scale.repeat_interleave(fmt.group, 1)
+
+
+def _scale_bytes(fmt: Format, scales: Tensor, n_pad: int, groups: int) -> Tensor:
+    """Scales [n, ceil(k / group)] as bytes [blocks, ...] in the order of the blocks; those of padding are 0,
+    of mxfp4 1."""
+    full = torch.full((n_pad, groups), 127 if fmt.name == "mxfp4" else 0, dtype=scales.dtype)
+    full[: scales.shape[0], : scales.shape[1]] = scales
+    by_block = full.view(-1, BLOCK_ROWS, groups).transpose(1, 2)
     return by_block.flatten(1).contiguous().view(torch.uint8)
 
 

@@ -8,7 +8,7 @@ import torch
 from hetero._cpu import kernels
 from hetero.core import ActKind
 from hetero.formats import BLOCK_ROWS, Format, padded_k, parse_format, valid_formats
-from hetero.quant.pack import dequantise, quantise
+from hetero.quant.pack import code_shapes, dequantise, quantise
 
 GEMV, GEMM, BULK = 0, 1, 2
 CLASSES = (GEMV, GEMM, BULK)
@@ -42,7 +42,7 @@ class Matrix:
 
     def evaluate(self, x: Array) -> Array:
         """Float64 [rows, n] from the activations as the kernel sees them: quantised where the format is."""
-        seen = quantised(x) if self.format.quantised else x.astype(np.float64)
+        seen = quantised(x) if self.format.rounds_activations else x.astype(np.float64)
         return seen @ self.values.T
 
 
@@ -58,6 +58,21 @@ def quantised(x: Array) -> Array:
     codes = np.rint(groups * (np.float32(127) / safe))
     values = codes.astype(np.float64) * (amax / np.float32(127)).astype(np.float64)
     return values.reshape(rows, k_pad)[:, :k]
+
+
+def random_scales(
+    fmt: Format, n: int, k: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales near one, and the extra where the format has one, as ``pack_codes`` takes them."""
+    shape, extra = code_shapes(fmt, n, k)
+    values = torch.rand(shape, generator=generator).add(0.5)
+    if fmt.name == "fp8":
+        return values, None
+    if fmt.name == "mxfp4":
+        return torch.randint(120, 132, shape, generator=generator).to(torch.uint8), None
+    if fmt.name == "nvfp4":
+        return values.to(torch.float8_e4m3fn).view(torch.uint8), torch.tensor([0.37])
+    return values.half(), None if extra is None else torch.randn(extra, generator=generator).half()
 
 
 def bits(a: Array) -> Array:

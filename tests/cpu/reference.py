@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetero.core import Activation, ActKind, ExpertSpec
 from hetero.cpu import CpuExperts
-from hetero.formats import BLOCK_ROWS, Format, block_bytes, padded_k
+from hetero.formats import BLOCK_ROWS, FIXED_GROUPS, Format, block_bytes, padded_k
 
 Weights = dict[tuple[int, str], Tensor]
 
@@ -87,15 +87,17 @@ def _matrix(fmt: Format, blocks: np.ndarray, n: int, k: int) -> Tensor:
 
 
 def _codes(fmt: Format, blocks: np.ndarray, count: int, k_pad: int) -> np.ndarray:
-    """Values [count * 16, k_pad] of int8, int4 and int4a blocks."""
-    size = k_pad * 16 if fmt.name == "int8" else k_pad * 8
+    """Values [count * 16, k_pad] of blocks of codes."""
+    size = k_pad * 16 if fmt.name in {"int8", "fp8"} else k_pad * 8
     raw = blocks[:, :size]
-    if fmt.name == "int8":
+    if fmt.name in {"int8", "fp8"}:
         codes = raw.reshape(count, k_pad // 4, 16, 4).transpose(0, 2, 1, 3)
     else:
         steps = raw.reshape(count, k_pad // 8, 16, 4).transpose(0, 2, 1, 3)
         codes = np.concatenate([steps & 15, steps >> 4], axis=-1)
     groups = k_pad // fmt.group
+    if fmt.name in FIXED_GROUPS:
+        return _small_floats(fmt, blocks, codes, size)
     scales = blocks[:, size : size + groups * 32].copy().view(np.float16).reshape(count, groups, 16)
     scale = scales.astype(np.float64).transpose(0, 2, 1)[..., None]
     grouped = codes.reshape(count, 16, groups, fmt.group).astype(np.float64)
@@ -104,6 +106,25 @@ def _codes(fmt: Format, blocks: np.ndarray, count: int, k_pad: int) -> np.ndarra
         minima = blocks[:, at : at + groups * 32].copy().view(np.float16).reshape(count, groups, 16)
         return grouped * scale + minima.astype(np.float64).transpose(0, 2, 1)[..., None]
     return (grouped - (128 if fmt.name == "int8" else 8)) * scale
+
+
+def _small_floats(fmt: Format, blocks: np.ndarray, codes: np.ndarray, size: int) -> np.ndarray:
+    """fp8, mxfp4 and nvfp4: codes [count, 16, steps, ...], scales from byte ``size`` of each block on."""
+    count = blocks.shape[0]
+    grouped = torch.from_numpy(codes.reshape(count, 16, -1, fmt.group).copy())
+    groups = grouped.shape[2]
+    if fmt.name == "fp8":
+        scale = blocks[:, size : size + 4 * groups].copy().view(np.float32).astype(np.float64)
+        return grouped.view(torch.float8_e4m3fn).double().numpy() * scale[:, None, :, None]
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = np.concatenate([table, -table])[grouped.numpy()]
+    end = size + 16 * groups
+    raw = blocks[:, size:end].reshape(count, groups, 16).transpose(0, 2, 1)
+    if fmt.name == "mxfp4":
+        return numbers * np.ldexp(1.0, raw.astype(int) - 127)[..., None]
+    matrix = blocks[:, end : end + 4].copy().view(np.float32).astype(np.float64)
+    scales = torch.from_numpy(raw.copy()).view(torch.float8_e4m3fn).double().numpy()
+    return numbers * (scales * matrix[:, :, None])[..., None]
 
 
 def quantised_rows(x: Tensor) -> Tensor:

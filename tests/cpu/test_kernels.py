@@ -7,9 +7,20 @@ import pytest
 import torch
 
 from hetero._cpu import kernels
-from hetero.formats import Format, padded_k
+from hetero.formats import Format, padded_k, parse_format
 from hetero.quant.pack import pack_codes, quantise
-from tests.cpu.kernel_runner import BULK, CLASSES, FORMATS, GEMM, GEMV, TABLES, Matrix, bits, relative
+from tests.cpu.kernel_runner import (
+    BULK,
+    CLASSES,
+    FORMATS,
+    GEMM,
+    GEMV,
+    TABLES,
+    Matrix,
+    bits,
+    random_scales,
+    relative,
+)
 
 # Float32 sums over k in sequence; bulk bf16 rounds the activations to 8 bits.
 EXACT_TOLERANCE, BULK_BF16_TOLERANCE = 3e-6, 6e-3
@@ -65,13 +76,14 @@ def test_bf16_activations_beyond_the_scratch(k: int, generator: torch.Generator)
 def test_extreme_codes(fmt: Format, generator: torch.Generator) -> None:
     """Lowest and highest codes against activations that are all -127 or 127: nothing may saturate."""
     n, k = 48, 256
-    top = 255 if fmt.name == "int8" else 15
+    low, top = {"int8": (0, 255), "fp8": (0xFE, 0x7E)}.get(fmt.name, (0, 15))
+    if fmt.name in {"mxfp4", "nvfp4"}:
+        low, top = 15, 7  # -6 and 6
     codes = torch.empty(n, k, dtype=torch.uint8)
-    codes[0::3], codes[1::3] = 0, top
-    codes[2::3] = (torch.randint(0, 2, (n // 3, k), generator=generator) * top).to(torch.uint8)
-    scales = torch.rand(n, k // fmt.group, generator=generator).add(0.5).half()
-    minima = torch.randn(n, k // fmt.group, generator=generator).half() if fmt.name == "int4a" else None
-    matrix = Matrix(fmt, pack_codes(fmt, codes, scales, minima), n, k)
+    codes[0::3], codes[1::3] = low, top
+    codes[2::3] = (torch.randint(0, 2, (n // 3, k), generator=generator) * (top - low) + low).to(torch.uint8)
+    scales, extra = random_scales(fmt, n, k, generator)
+    matrix = Matrix(fmt, pack_codes(fmt, codes, scales, extra), n, k)
     x = np.ones((6, k), np.float32)
     x[1] = -1
     x[2, ::2], x[3, 1::2] = -1, -1
@@ -105,7 +117,8 @@ def test_large_weights_stay_finite(fmt: Format, generator: torch.Generator) -> N
         check(matrix, x, [4, 5])
         y = matrix.run("scalar", GEMM, x)
         assert np.isfinite(y).all()
-        assert np.allclose(y[:, :8], 6e4 * 256 * factor, rtol=4e-3)
+        # mxfp4 saturates at 6 * 2^13 here, as the specification has it
+        assert np.allclose(y[:, :8], 6e4 * 256 * factor, rtol=0.19 if fmt.name == "mxfp4" else 4e-3)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -142,6 +155,71 @@ def test_padding_of_the_input_is_not_read(generator: torch.Generator) -> None:
             assert np.array_equal(bits(y), bits(y_wide)), fmt
 
 
+@pytest.mark.parametrize("text", ["mxfp4", "nvfp4", "fp8"])
+def test_every_code(text: str, generator: torch.Generator) -> None:
+    """All 16 codes, or all E4M3 codes that are numbers, subnormal ones too, with signed zeros."""
+    fmt = parse_format(text)
+    count = 256 if text == "fp8" else 16
+    codes = torch.arange(48 * 320).reshape(48, 320) % count
+    codes = torch.where((codes & 0x7F) == 0x7F, 1, codes).to(torch.uint8)
+    scales, extra = random_scales(fmt, 48, 320, generator)
+    matrix = Matrix(fmt, pack_codes(fmt, codes, scales, extra), 48, 320)
+    check(matrix, activations(5, 320, generator), [1, 4, 5])
+
+
+def test_lowest_and_highest_scales_of_mxfp4(generator: torch.Generator) -> None:
+    """E8M0 from 0 (2^-127) to 254 (2^127): all exact; the dot's own scale is half of that."""
+    fmt = parse_format("mxfp4")
+    codes = torch.randint(0, 16, (32, 64), generator=generator)
+    codes = torch.where(codes % 8 > 2, codes % 8 - 4 & 8, codes).to(torch.uint8)  # up to 1, so that 254 fits
+    for e, size in ((0, 1e3), (1, 1e3), (2, 1.0), (253, 1e-3), (254, 1e-3)):
+        matrix = Matrix(fmt, pack_codes(fmt, codes, torch.full((32, 2), e, dtype=torch.uint8)), 32, 64)
+        assert float(np.abs(matrix.values).max()) == 2.0 ** (e - 127)
+        x = activations(5, 64, generator) * np.float32(size)
+        y = matrix.run("scalar", GEMM, x)
+        assert np.isfinite(y).all()
+        wanted = matrix.evaluate(x)
+        assert relative(y, wanted) < (1e-4 if e < 2 else EXACT_TOLERANCE)
+        for table in TABLES:
+            for row_class in (GEMM, BULK):
+                assert np.array_equal(bits(matrix.run(table, row_class, x)), bits(y)), (table, e)
+
+
+@pytest.mark.parametrize("text", ["fp8", "nvfp4"])
+def test_scales_of_zero_are_zeros(text: str, generator: torch.Generator) -> None:
+    fmt = parse_format(text)
+    top = 0x7E if text == "fp8" else 7
+    codes = torch.full((32, 256), top, dtype=torch.uint8)
+    scales, extra = random_scales(fmt, 32, 256, generator)
+    scales[:, 0] = 0
+    x = activations(6, 256, generator)
+    check(Matrix(fmt, pack_codes(fmt, codes, scales, extra), 32, 256), x, [1, 4, 6])
+    zero = pack_codes(fmt, codes, scales * 0, None if extra is None else extra * 0)
+    for table in TABLES:
+        for row_class in (GEMM, BULK):
+            assert (Matrix(fmt, zero, 32, 256).run(table, row_class, x) == 0).all(), table
+
+
+def test_halves_of_nvfp4_have_their_own_scales() -> None:
+    """One half of a group counts 2^15 times the other."""
+    fmt = parse_format("nvfp4")
+    codes = torch.full((16, 32), 2, dtype=torch.uint8)
+    for half in (0, 1):
+        scales = torch.full((16, 2), 0x01, dtype=torch.uint8)  # 2^-9
+        scales[:, half] = 0x68  # 2^6
+        matrix = Matrix(fmt, pack_codes(fmt, codes, scales, torch.tensor(2.0)), 16, 32)
+        x = np.zeros((1, 32), np.float32)
+        x[0, 16 * half] = 1
+        for table in TABLES:
+            assert np.allclose(matrix.run(table, GEMV, x), 2.0 * 2**6, rtol=1e-6), table
+
+
+def test_more_halves_than_the_scratch_holds(generator: torch.Generator) -> None:
+    fmt = parse_format("nvfp4")
+    tables = [t for t in TABLES if t in {"avx2", "avx512"}]
+    check(Matrix.gaussian(fmt, 16, 40000, generator), activations(30, 40000, generator), [30], tables)
+
+
 @pytest.mark.amx
 @pytest.mark.skipif("amx" not in TABLES, reason="this CPU or its system offers no AMX tiles; the twin ran")
 def test_amx_tiles_really_run(generator: torch.Generator) -> None:
@@ -152,4 +230,5 @@ def test_amx_tiles_really_run(generator: torch.Generator) -> None:
         for row_class in (GEMM, BULK):
             name, _ = kernels.run_kernel("amx", row_class, fmt.code, fmt.group, 20, 192, matrix.packed, x, y)
             names.add(name)
-    assert {"int8.amx_int8.gemm", "int4.amx_int8.gemm", "int4a.amx_int8.gemm", "bf16.amx_bf16.bulk"} <= names
+    assert {f"{name}.amx_int8.gemm" for name in ("int8", "int4", "int4a", "mxfp4", "nvfp4")} <= names
+    assert "bf16.amx_bf16.bulk" in names

@@ -15,6 +15,7 @@ from hetero.core import Activation, ActKind, ExpertSpec, InputError, MachineErro
 from hetero.cpu import CpuExperts
 from hetero.formats import parse_format
 from hetero.hw import memory
+from hetero.quant.pack import dequantise, quantise, quantise_codes
 from tests.cpu.reference import (
     decoded,
     fill,
@@ -35,6 +36,9 @@ FORMATS = [
     "int4 g128",
     "int4a g32",
     "int4a g64",
+    "fp8",
+    "mxfp4",
+    "nvfp4",
 ]
 SHAPES = [(64, 64), (192, 200), (200, 192), (20, 36)]
 TOKENS = [0, 1, 2, 3, 5, 16, 17, 40, 100]
@@ -50,7 +54,7 @@ def limit(fmt: str, tokens: int) -> float:
     """
     if tokens > 16:
         return 5e-6 if fmt == "f32" else 1e-2
-    return 5e-6 if fmt in ("f32", "bf16") else 8e-3
+    return 5e-6 if fmt in ("f32", "bf16", "fp8") else 8e-3
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -68,7 +72,7 @@ def test_equals_float64_of_decoded_weights(
         assert y.shape == (tokens, hidden)
         assert y.dtype == torch.float32
         if tokens:
-            want = operator(spec, weights, x, ids, w, quantised=experts.format.quantised)
+            want = operator(spec, weights, x, ids, w, quantised=experts.format.rounds_activations)
             assert relative(y, want) <= limit(fmt, tokens), f"{tokens} tokens"
 
 
@@ -196,7 +200,7 @@ def test_activations(fmt: str, isa: str, kind: ActKind, gate: bool, generator: t
     experts = fill(CpuExperts(spec, parse_format(fmt), isa=isa), random_weights(spec, generator))
     for tokens in (3, 24):
         x, ids, w = random_routing(spec, tokens, generator)
-        want = operator(spec, decoded(experts), x, ids, w, quantised=experts.format.quantised)
+        want = operator(spec, decoded(experts), x, ids, w, quantised=experts.format.rounds_activations)
         assert relative(experts.forward(x, ids, w), want) <= limit(fmt, tokens)
 
 
@@ -289,7 +293,7 @@ def test_waves_and_passes_change_nothing(fmt: str, generator: torch.Generator) -
         ids[:, 1] = 2
         ids[0] = -1
         x = x.bfloat16()
-        want = operator(spec, decoded(experts), x, ids, w, quantised=experts.format.quantised)
+        want = operator(spec, decoded(experts), x, ids, w, quantised=experts.format.rounds_activations)
         for wave_bytes, store_bytes in ((64 << 20, 160 << 20), (40_000, 160 << 20), (40_000, 9_000), (1, 1)):
             before = _cpu.set_tuning(4, 4, wave_bytes, store_bytes, 0)
             try:
@@ -326,7 +330,7 @@ def test_extreme_blocks_stay_finite(fmt: str, isa: str, generator: torch.Generat
         w = torch.ones(tokens, 2)
         y = experts.forward(x, ids, w)
         assert y.isfinite().all()
-        want = operator(spec, decoded(experts), x, ids, w, quantised=experts.format.quantised)
+        want = operator(spec, decoded(experts), x, ids, w, quantised=experts.format.rounds_activations)
         # Down's halves cancel, which multiplies the rounding of bulk's bf16 activations.
         assert relative(y, want) <= (3e-2 if fmt == "bf16" and tokens > 16 else 1e-2)
         only_zero = experts.forward(x, torch.ones(tokens, 1, dtype=torch.long), w[:, :1])
@@ -533,3 +537,40 @@ def test_mapping_refused_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero.hw.memory.require", lambda *args: None)
     with pytest.raises(MachineError, match=r"the system refused .* available"):
         CpuExperts(ExpertSpec(10_000_000, 8192, 8192, 1), parse_format("int4"))
+
+
+@pytest.mark.parametrize("fmt", ["int8 g64", "int4 g32", "int4a g32", "fp8", "mxfp4", "nvfp4"])
+def test_codes_keep_their_values(fmt: str, generator: torch.Generator) -> None:
+    """Experts put as codes give the bits of experts packed from floats, whole or split over nodes."""
+    spec, form = ExpertSpec(2, 192, 200, 2), parse_format(fmt)
+    weights = random_weights(spec, generator)
+    whole, split = CpuExperts(spec, form), CpuExperts(spec, form, numa="split")
+    for (expert, part), w in weights.items():
+        codes = quantise_codes(form, w)
+        whole.put_codes(expert, part, *codes)  # type: ignore[arg-type]
+        split.put_codes(expert, part, *codes)  # type: ignore[arg-type]
+    assert whole.missing() == []
+    for key, values in decoded(whole).items():
+        n, k = weights[key].shape
+        wanted = dequantise(form, quantise(form, weights[key]), n, k)
+        assert torch.allclose(values.float(), wanted, rtol=3e-7, atol=0), key
+    packed = fill(CpuExperts(spec, form), weights)
+    x, ids, w = random_routing(spec, 3, generator)
+    for other in (whole, split):
+        assert torch.equal(other.forward(x, ids, w), packed.forward(x, ids, w))
+
+
+def test_codes_that_do_not_fit_are_refused() -> None:
+    experts = CpuExperts(ExpertSpec(1, 64, 64, 1), parse_format("mxfp4"))
+    codes, scales = torch.zeros(64, 64, dtype=torch.uint8), torch.full((64, 2), 127, dtype=torch.uint8)
+    with pytest.raises(InputError, match=r"expert 0 up: a code is above 15"):
+        experts.put_codes(0, "up", codes + 16, scales)
+    with pytest.raises(InputError, match=r"expert 0 up: .*must have the shape \[64, 2\]"):
+        experts.put_codes(0, "up", codes, scales[:, :1])
+    with pytest.raises(InputError, match=r"expert 0 up: shape"):
+        experts.put_codes(0, "up", codes[:32], scales)
+    experts.put_codes(0, "up", codes, scales.view(torch.float8_e8m0fnu))
+    with pytest.raises(InputError, match="given twice"):
+        experts.put_codes(0, "up", codes, scales)
+    with pytest.raises(InputError, match="no codes"):
+        CpuExperts(ExpertSpec(1, 64, 64, 1), parse_format("f32")).put_codes(0, "up", codes, scales)

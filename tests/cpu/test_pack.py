@@ -9,9 +9,25 @@ from torch import Tensor
 
 from hetero._cpu import kernels
 from hetero.core import InputError
-from hetero.formats import Format, packed_bytes, parse_format
+from hetero.formats import FIXED_GROUPS, Format, packed_bytes, parse_format
 from hetero.quant.pack import dequantise, pack_codes, quantise, quantise_codes
-from tests.cpu.kernel_runner import FORMATS
+from tests.cpu.kernel_runner import FORMATS, random_scales
+
+
+def random_codes(fmt: Format, n: int, k: int, generator: torch.Generator) -> Tensor:
+    """Any codes that are numbers."""
+    codes = torch.randint(0, 256 if fmt.name in {"int8", "fp8"} else 16, (n, k), generator=generator)
+    if fmt.name == "fp8":
+        codes = torch.where((codes & 0x7F) == 0x7F, 0, codes)
+    return codes.to(torch.uint8)
+
+
+def pack_bytes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None) -> np.ndarray:
+    """The extension's import of codes."""
+    raw = scales.view(torch.uint8).numpy()
+    more = None if extra is None else extra.reshape(extra.shape[0], -1).view(torch.uint8).numpy()
+    return kernels.pack_codes(fmt.code, fmt.group, codes.numpy(), raw, more)
+
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 QUANTISED = [f for f in FORMATS if f.quantised]
@@ -58,7 +74,16 @@ def test_plain_formats_store_the_values(generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize(
     ("text", "most"),
-    [("int4", 0.083), ("int4 g128", 0.099), ("int4a", 0.080), ("int8", 0.0057), ("int8 g128", 0.0068)],
+    [
+        ("int4", 0.083),
+        ("fp8", 0.027),
+        ("mxfp4", 0.125),
+        ("nvfp4", 0.1),
+        ("int4 g128", 0.099),
+        ("int4a", 0.080),
+        ("int8", 0.0057),
+        ("int8 g128", 0.0068),
+    ],
 )
 def test_error_of_gaussian_weights(text: str, most: float, generator: torch.Generator) -> None:
     """Plain rounding gives 0.086 for int4 g32 and 0.103 for g128; the search of the scale must better it."""
@@ -81,19 +106,14 @@ def test_values_on_the_grid_stay(generator: torch.Generator) -> None:
 @pytest.mark.parametrize("fmt", QUANTISED, ids=str)
 def test_import_of_codes(fmt: Format, generator: torch.Generator) -> None:
     n, k = 21, 200
-    groups = -(-k // fmt.group)
-    codes = torch.randint(0, 256 if fmt.name == "int8" else 16, (n, k), generator=generator).to(torch.uint8)
-    scales = torch.randn(n, groups, generator=generator).half()
-    minima = torch.randn(n, groups, generator=generator).half() if fmt.name == "int4a" else None
+    codes = random_codes(fmt, n, k, generator)
+    scales, minima = random_scales(fmt, n, k, generator)
     packed = pack_codes(fmt, codes, scales, minima)
-    mine = kernels.pack_codes(
-        fmt.code,
-        fmt.group,
-        codes.numpy(),
-        scales.view(torch.uint16).numpy(),
-        None if minima is None else minima.view(torch.uint16).numpy(),
-    )
-    assert np.array_equal(mine, packed.numpy())
+    assert np.array_equal(pack_bytes(fmt, codes, scales, minima), packed.numpy())
+    unpacked = kernels.unpack_matrix(fmt.code, fmt.group, n, k, packed.numpy())
+    assert np.array_equal(unpacked, dequantise(fmt, packed, n, k).numpy())
+    if fmt.name in FIXED_GROUPS:
+        return  # test_values_of_small_floats
 
     def spread(a: Tensor) -> Tensor:
         return a.float().repeat_interleave(fmt.group, 1)[:, :k]
@@ -103,6 +123,83 @@ def test_import_of_codes(fmt: Format, generator: torch.Generator) -> None:
     else:
         wanted = codes.float() * spread(scales) + spread(minima)
     assert torch.equal(dequantise(fmt, packed, n, k), wanted)
+
+
+@pytest.mark.parametrize(("n", "k"), [(20, 192), (300, 200), (1, 1)])
+def test_values_of_small_floats(n: int, k: int, generator: torch.Generator) -> None:
+    """Each value from its own scale, computed apart from the packing, in float64."""
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    for name in FIXED_GROUPS:
+        fmt = parse_format(name)
+        codes = random_codes(fmt, n, k, generator)
+        scales, extra = random_scales(fmt, n, k, generator)
+        got = dequantise(fmt, pack_codes(fmt, codes, scales, extra), n, k).double().numpy()
+        rows, cols = np.arange(n)[:, None], np.arange(k)[None] // fmt.group
+        if name == "fp8":
+            raw = codes.numpy().astype(int)
+            sign, exponent, mantissa = raw >> 7, raw >> 3 & 15, raw & 7
+            number = np.where(exponent == 0, mantissa / 512, np.ldexp(1 + mantissa / 8, exponent - 7))
+            wanted = np.where(sign, -number, number) * scales.double().numpy()[rows // 128, cols]
+        else:
+            step = scales.numpy()[rows, cols].astype(int)
+            scale = np.ldexp(1.0, step - 127)
+            if extra is not None:
+                scale = scales.view(torch.float8_e4m3fn).double().numpy()[rows, cols] * extra.double().numpy()
+            wanted = e2m1[codes.numpy()] * scale
+        assert np.allclose(got, wanted, rtol=2e-7, atol=0), name
+
+
+def test_small_floats_on_the_grid_stay(generator: torch.Generator) -> None:
+    """What was decoded packs to the same values, where the largest of each scale is in its block."""
+    n, k = 130, 260
+    for name, top in (("fp8", 0x7E), ("mxfp4", 7), ("nvfp4", 7)):
+        fmt = parse_format(name)
+        codes = random_codes(fmt, n, k, generator)
+        codes[:, :: fmt.group] = top
+        scales, extra = random_scales(fmt, n, k, generator)
+        if extra is not None:
+            scales[0, 0] = 0x7E
+        w = dequantise(fmt, pack_codes(fmt, codes, scales, extra), n, k)
+        again = dequantise(fmt, torch.from_numpy(pack(fmt, w)), n, k)
+        assert torch.allclose(again, w, rtol=3e-7, atol=0), name
+
+
+def test_ties_and_saturation_of_small_floats() -> None:
+    """Midpoints go to the even code; 7 of a scale that holds 6 saturates, as the MX specification rounds."""
+    w = torch.zeros(1, 32)
+    w[0, :16] = torch.tensor(
+        [7, -7, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -5, 0.26, -0.74, 6, 4.9, 5.1]
+    )
+    fmt = parse_format("mxfp4")
+    got = dequantise(fmt, torch.from_numpy(pack(fmt, w)), 1, 32)[0, :16].tolist()
+    assert got == [6, -6, 0, 1, 1, 2, 2, 4, 4, 0, -4, 0.5, -0.5, 6, 4, 6]
+    w = torch.tensor([[448.0, 17, 19, -17, 2**-9, 1.5 * 2**-9, 2.5 * 2**-9, 2**-10, -440]])
+    fmt = parse_format("fp8")
+    got = dequantise(fmt, torch.from_numpy(pack(fmt, w)), 1, 9)[0].tolist()
+    assert got == [448, 16, 20, -16, 2**-9, 2**-8, 2**-8, 0, -448]
+
+
+def test_codes_that_are_no_numbers_are_refused(generator: torch.Generator) -> None:
+    for name, bad_code, bad_scale in (("fp8", 0xFF, float("nan")), ("mxfp4", 16, 255), ("nvfp4", 99, 0x7F)):
+        fmt = parse_format(name)
+        codes = random_codes(fmt, 20, 64, generator)
+        scales, extra = random_scales(fmt, 20, 64, generator)
+        wrong_codes, wrong_scales = codes.clone(), scales.clone()
+        wrong_codes[19, 63], wrong_scales[-1, -1] = bad_code, bad_scale
+        for arguments in ((wrong_codes, scales), (codes, wrong_scales)):
+            with pytest.raises(InputError, match=r"NaN|above 15|not finite"):
+                pack_codes(fmt, *arguments, extra)
+            with pytest.raises(ValueError, match=r"NaN|above 15|not finite"):
+                pack_bytes(fmt, *arguments, extra)
+    fmt = parse_format("fp8")
+    codes, scales = torch.zeros(20, 64, dtype=torch.uint8), torch.ones(1, 1)
+    codes[3, 3] = 0x7F
+    with pytest.raises(InputError, match="0x7f"):
+        pack_codes(fmt, codes, scales)
+    with pytest.raises(InputError, match="scale of the matrix"):
+        pack_codes(parse_format("nvfp4"), codes * 0, torch.zeros(20, 4, dtype=torch.uint8))
+    with pytest.raises(InputError, match="float16"):
+        pack_codes(parse_format("int8"), codes, torch.ones(20, 2))
 
 
 def test_codes_of_a_quantised_matrix_pack_to_the_same_bytes(generator: torch.Generator) -> None:

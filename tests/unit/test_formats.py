@@ -23,9 +23,24 @@ def test_default_group_is_32() -> None:
     assert parse_format("int4a") == Format("int4a", 32)
 
 
-@pytest.mark.parametrize("text", ["", "int5", "int4 g16", "int8 g256", "f32 g32", "q4_k", "bf-16", "g32"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "int5",
+        "int4 g16",
+        "int8 g256",
+        "f32 g32",
+        "mxfp4 g32",
+        "nvfp4 g64",
+        "fp8 g128",
+        "q4_k",
+        "bf-16",
+        "g32",
+    ],
+)
 def test_others_are_errors_that_list_the_valid(text: str) -> None:
-    with pytest.raises(InputError, match=r"valid: f32, bf16, int8 g32, .*int4a g128"):
+    with pytest.raises(InputError, match=r"valid: f32, bf16, int8 g32, .*int4a g128, fp8, mxfp4, nvfp4"):
         parse_format(text)
 
 
@@ -36,18 +51,29 @@ def test_near_miss_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("text", "bits"),
-    [("f32", 32), ("bf16", 16), ("int8 g64", 8.25), ("int4", 4.5), ("int4a", 5), ("int4 g128", 4.125)],
+    [
+        ("f32", 32),
+        ("bf16", 16),
+        ("int8 g64", 8.25),
+        ("int4", 4.5),
+        ("int4a", 5),
+        ("int4 g128", 4.125),
+        ("fp8", 8.015625),
+        ("mxfp4", 4.25),
+    ],
 )
 def test_bits(text: str, bits: float) -> None:
     fmt = parse_format(text)
     assert fmt.bits_per_weight == bits
-    assert packed_bytes(fmt, 2560, 1280) == 2560 * 1280 * bits / 8
+    assert packed_bytes(fmt, 2560, 2048) == 2560 * 2048 * bits / 8
 
 
 def test_padding_counts() -> None:
     int4 = parse_format("int4 g128")
     assert block_bytes(int4, 192) == block_bytes(int4, 256) == 16 * 256 // 2 + 2 * 32
     assert packed_bytes(int4, 17, 192) == 2 * block_bytes(int4, 192)
+    assert block_bytes(parse_format("nvfp4"), 192) == 16 * 192 // 2 + 16 * 12 + 64  # 4 bytes of its scale
+    assert block_bytes(parse_format("fp8"), 200) == 16 * 256 + 64
     assert block_bytes(parse_format("int4"), 32) == 16 * 32 // 2 + 64  # 32 bytes of scales, up to 64
 
 
