@@ -69,6 +69,7 @@ def create_app(engine: Engine, name: str) -> FastAPI:
         job = await run_in_threadpool(_completion_job, engine, body)
         return await _answer(request, worker, job, Writer("text", name, body.include_usage), body)
 
+    app.state.stop = worker.stop
     _add_error_handlers(app)
     return app
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -17,6 +19,8 @@ from hetero.server.app import create_app
 
 # An answer in progress may end by itself for this long after the first signal; a second one stops at once.
 DRAIN_S = 10
+# Most time that a step, after which a stopped answer ends, is waited for.
+STEP_S = 20
 
 
 def open_socket(host: str, port: int, allow_remote: bool = False) -> socket.socket:
@@ -52,13 +56,30 @@ def serve(engine: Engine, name: str, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT, then let the running answer end within DRAIN_S."""
     # uvicorn raises the signal again after its own shutdown; a finished server is a success.
     signal.signal(signal.SIGTERM, _leave)
+    app = create_app(engine, name)
     config = uvicorn.Config(
-        create_app(engine, name),
+        app,
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=DRAIN_S,
+        # Should come too late: it tears connections off, without a word to the client.
+        timeout_graceful_shutdown=DRAIN_S + STEP_S,
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    Server(config, app.state.stop).run(sockets=[listener])
+
+
+class Server(uvicorn.Server):
+    """Ends the answers that outlast the time to drain by an error that their clients can read."""
+
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(DRAIN_S, self._stop)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
 
 
 def _leave(_: int, __: FrameType | None) -> None:

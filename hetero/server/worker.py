@@ -77,12 +77,16 @@ class Worker:
             waiting = sum(t is not self._running and not t.cancelled for t in self._open)
             return int(self._running is not None), waiting
 
-    def close(self) -> None:
-        """Stop every request within one step and end the thread."""
+    def stop(self) -> None:
+        """Let every request end within one step, as cancelled."""
         with self._lock:
             tickets = list(self._open)
         for ticket in tickets:
             ticket.cancel()
+
+    def close(self) -> None:
+        """Stop every request and end the thread."""
+        self.stop()
         self._pool.shutdown(wait=True)
 
     def _run(self, request: Request, ticket: Ticket) -> None:

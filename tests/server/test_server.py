@@ -21,8 +21,9 @@ from hetero.engine.generate import Engine, Runnable
 from hetero.engine.request import Request
 from hetero.engine.sample import SamplingParams
 from hetero.model.tokenizer import Tokenizer
+from hetero.server import serve as serving_module
 from hetero.server.app import create_app
-from hetero.server.serve import open_socket
+from hetero.server.serve import Server, open_socket
 from tests.model.tiny import tiny, tiny_tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -33,8 +34,8 @@ CONTEXT = 512
 class Served:
     """An engine, and a client of the server on it. ``passes`` counts the model's forward passes."""
 
-    def __init__(self, engine: Engine, client: httpx.Client) -> None:
-        self.engine, self.client, self.passes = engine, client, 0
+    def __init__(self, engine: Engine, client: httpx.Client, server: uvicorn.Server) -> None:
+        self.engine, self.client, self.server, self.passes = engine, client, server, 0
         engine.runnable.model.register_forward_pre_hook(self._count)
         self.delay = 0.0
 
@@ -80,13 +81,13 @@ def serving(tokenizer: Tokenizer | None) -> Iterator[Served]:
     # No end-of-text token: answers have the length that a test asks for.
     engine = Engine(Runnable(model, 300, tokenizer, CONTEXT), prefill_chunk=64)
     listener = open_socket("127.0.0.1", 0)
-    config = uvicorn.Config(create_app(engine, "tiny"), log_level="warning", access_log=False)
-    server = uvicorn.Server(config)
+    app = create_app(engine, "tiny")
+    server = Server(uvicorn.Config(app, log_level="warning", access_log=False), app.state.stop)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=60) as client:
-            yield Served(engine, client)
+            yield Served(engine, client, server)
     finally:
         server.should_exit = True
         thread.join(20)
@@ -456,3 +457,16 @@ def test_sockets() -> None:
     with pytest.raises(InputError, match="--port 70000"):
         open_socket("127.0.0.1", 70000)
     assert isinstance(taken, socket.socket)
+
+
+def test_an_answer_that_outlasts_the_shutdown_ends_by_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_module, "DRAIN_S", 0.2)
+    with serving(Tokenizer(tiny_tokenizer(), "tiny")) as running:
+        running.delay = 0.05
+        body = {"messages": ask(), "max_tokens": 400, "stream": True}
+        with running.client.stream("POST", CHAT, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            running.server.should_exit = True
+            last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is shutting down"
