@@ -41,9 +41,10 @@ _INIT = """#!/bin/busybox sh
 /bin/busybox mount -t devtmpfs none /dev
 for m in {modules}; do /bin/busybox insmod /$m.ko; done
 /bin/busybox mount -t ext4 -o ro /dev/vda /disk
-for d in proc:proc sys:sysfs dev:devtmpfs tmp:tmpfs; do
+for d in proc:proc sys:sysfs dev:devtmpfs scratch:tmpfs; do
   /bin/busybox mount -t ${{d#*:}} none /disk/${{d%:*}}
 done
+export TMPDIR=/scratch HOME=/scratch
 /bin/busybox chroot /disk {python} -B /opt/guest.py > /dev/ttyS1 2>&1 < /dev/null
 /bin/busybox poweroff -f
 """
@@ -134,7 +135,8 @@ def _disk(image: Path, tree: Path) -> None:
     """A file system with this Python, at the paths that it has here, the packages and the guest's program."""
     if tree.exists():
         shutil.rmtree(tree)
-    for folder in ("proc", "sys", "dev", "tmp", "opt"):
+    # Not /tmp: the checkout and its Python may lie there, and the guest mounts over its scratch folder.
+    for folder in ("proc", "sys", "dev", "scratch", "opt"):
         (tree / folder).mkdir(parents=True)
     for path in _python_files():
         _copy(path, tree)
