@@ -325,14 +325,18 @@ def test_extreme_blocks_stay_finite(fmt: str, isa: str, generator: torch.Generat
     experts = fill(CpuExperts(spec, parse_format(fmt), isa=isa), weights)
     for tokens in (1, 6, 40):
         x = torch.randn(tokens, 128, generator=generator).sign() * 0.01
+        x[:, :65] = 0.01  # a majority, so that the large gates are large and not the rounding of a zero
         x[0] = 1.0
         ids = torch.tensor([[0, 1]]).expand(tokens, 2)
         w = torch.ones(tokens, 2)
         y = experts.forward(x, ids, w)
         assert y.isfinite().all()
         want = operator(spec, decoded(experts), x, ids, w, quantised=experts.format.rounds_activations)
-        # Down's halves cancel, which multiplies the rounding of bulk's bf16 activations.
-        assert relative(y, want) <= (3e-2 if fmt == "bf16" and tokens > 16 else 1e-2)
+        # Down's halves cancel, by how much depends on the seed; what rounding can do is a share of the sum
+        # of the magnitudes (bulk rounds activations to bf16, 2^-9 each, and the hidden values again).
+        gate, up = experts.gate_up(x, ids)[:, 0].double().chunk(2, dim=-1)
+        magnitudes = 6e4 * (gate * up.clamp(-1, 1)).abs().sum(-1, keepdim=True)
+        assert ((y - want).abs() <= 2**-7 * magnitudes + 1e-2 * want.abs()).all()
         only_zero = experts.forward(x, torch.ones(tokens, 1, dtype=torch.long), w[:, :1])
         assert torch.equal(only_zero, torch.zeros(tokens, 128))
         assert torch.equal(experts.forward(x * 0, ids, w), torch.zeros(tokens, 128))
