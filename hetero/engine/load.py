@@ -86,6 +86,11 @@ def load_model(
     tokenizer = load_tokenizer(folder)
     model = build_meta(config, DTYPES[dtype])
     modules = describe(model)
+    if rules is None and not any(module.experts for module in modules):
+        raise InputError(
+            f"{folder}: {config.model_type} has no routed experts; hetero runs Mixture-of-Experts models "
+            "(a rule file of your own, given by --rules, may place others)"
+        )
     placement = match(
         ruleset, modules, devices=devices, ops=schemas_for(op_names()), model_type=config.model_type
     )

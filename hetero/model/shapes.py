@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from hetero.core import InputError
 
 SYNTHETIC = "synthetic:"
 
+# What names a model on the Hub: owner/name.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SHAPES = Path(__file__).resolve().parent.parent / "data" / "shapes"
 
 
@@ -49,6 +52,11 @@ def resolve_model(model: str) -> ModelRef:
         if path.suffix != ".json":
             raise InputError(f"{path}: a model is a folder, a config.json or {SYNTHETIC}NAME")
         return ModelRef("config", path.stem, path, read_config(path))
+    if _HUB_ID.fullmatch(model):
+        raise InputError(
+            f"no folder {model!r}: models are not downloaded yet; fetch the checkpoint, for example with "
+            f"`hf download {model} --local-dir FOLDER`, then give FOLDER"
+        )
     near = difflib.get_close_matches(model, shape_names(), n=2, cutoff=0.5)
     hint = "; did you mean " + " or ".join(f"{SYNTHETIC}{name}" for name in near) + "?" if near else ""
     raise InputError(f"no model {model!r}: neither a folder, nor a config.json, nor {SYNTHETIC}NAME{hint}")

@@ -87,6 +87,11 @@ def resolve(path_or_name: str | Path, beside: Path | None = None) -> Path:
         if name in shipped:
             return shipped[name]
     stems = [path.stem for path in shipped.values()]
+    if Path(text).is_dir():
+        raise InputError(f"{text}: is a folder; a rule file ends in .yaml")
+    family = [stem for stem in stems if stem in {f"{text}-cpu", f"{text}-gpu"}]
+    if family:
+        raise InputError(f"{text}: no such rule file; this family has {' and '.join(family)}")
     raise InputError(
         f"{text}: no such rule file, and none is shipped under that name"
         + (did_you_mean(text, stems) or f"; shipped: {listed(stems)}")

@@ -259,3 +259,10 @@ def test_configuration(change: Callable[[dict[str, Any]], Any], want: str, folde
     edit_config(folder, change)
     message = refused(folder)
     assert want in message
+
+
+def test_a_dense_model_is_refused_as_one(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    assert "llama has no routed experts" in refused(tmp_path)

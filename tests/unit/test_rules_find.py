@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hetero.core import HeteroError
-from hetero.rules import find
+from hetero.core import HeteroError, InputError
+from hetero.rules import find, load_rules
 
 
 def test_a_checkout_before_an_installed_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +26,10 @@ def test_this_one() -> None:
     names = [path.stem for path in find.shipped_files()]
     families = ("default", "qwen", "deepseek", "gpt_oss", "mixtral")
     assert {f"{family}-{kind}" for family in families for kind in ("cpu", "gpu")} <= set(names)
+
+
+def test_a_folder_and_a_family_are_no_rule_files(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is a folder; a rule file ends in \.yaml"):
+        load_rules(tmp_path)
+    with pytest.raises(InputError, match="this family has mixtral-cpu and mixtral-gpu"):
+        load_rules("mixtral")
