@@ -1,4 +1,8 @@
-"""The routed experts on the CPU: the typed face of the extension, and its only importer."""
+"""The routed experts on the CPU: the typed face of the extension, and its only importer.
+
+Pool, instruction sets and experts stand in one module because the extension has one importer; nothing here
+computes, each function checks its arguments and calls.
+"""
 
 from __future__ import annotations
 
