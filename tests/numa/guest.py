@@ -11,6 +11,7 @@ import json
 import logging
 import struct
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def model() -> dict[str, Any]:
     from hetero.engine.sample import SamplingParams
 
     tokens = {}
-    rules = Path("/tmp/rules.yaml")
+    rules = Path(tempfile.gettempdir()) / "rules.yaml"
     for kind in KINDS:
         rules.write_text(RULES % kind)
         loaded = load_model("/opt/hetero/data/test-model", rules=rules)
