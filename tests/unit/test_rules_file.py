@@ -416,7 +416,7 @@ def test_bytes_that_are_no_text(tmp_path: Path, content: bytes, want: str) -> No
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     assert "no such rule file" in error(tmp_path / "none.yaml")
-    assert "no such rule file" in error(tmp_path)
+    assert "is a folder" in error(tmp_path)
 
 
 WORDS = """rules: - name match: replace: class layers op moe keep
