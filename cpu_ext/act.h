@@ -170,5 +170,16 @@ void axpy_kernel(float weight, const float* y, float* out, int64_t n) {
   for (; i < n; i++) out[i] = __builtin_fmaf(weight, y[i], out[i]);
 }
 
+// The same bits everywhere; compilers turn the loop into vectors.
+inline void round_kernel(const float* x, int64_t k, int64_t k_pad, uint16_t* out) {
+  for (int64_t i = 0; i < k; i++) {
+    uint32_t bits;
+    memcpy(&bits, x + i, 4);
+    const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16, quiet = bits >> 16 | 64u;
+    out[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+  }
+  memset(out + k, 0, static_cast<size_t>(k_pad - k) * 2);
+}
+
 }  // namespace
 }  // namespace hetero

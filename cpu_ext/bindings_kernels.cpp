@@ -227,7 +227,8 @@ std::tuple<std::string, double> run_kernel(const std::string& isa, int32_t row_c
   if (row_class == kGemv && rows > 4) throw std::invalid_argument("gemv takes at most 4 rows");
   const size_t groups = static_cast<size_t>(layout.k_pad / kActGroup);
   const size_t elements = static_cast<size_t>(rows * layout.k_pad);
-  auto scratch = aligned_bytes(kScratchBytes), q = aligned_bytes(elements), f32 = aligned_bytes(elements * 4);
+  auto scratch = aligned_bytes(kScratchBytes), q = aligned_bytes(elements), f32 = aligned_bytes(elements * 4),
+       bf16 = aligned_bytes(elements * 2);
   auto scale = aligned_bytes(rows * groups * 4), sum = aligned_bytes(rows * groups * 4);
   Rows input = {};
   input.rows = rows;
@@ -236,11 +237,14 @@ std::tuple<std::string, double> run_kernel(const std::string& isa, int32_t row_c
     const float* from = x.data() + m * k;
     float* values = static_cast<float*>(f32.get()) + m * layout.k_pad;
     for (int64_t i = 0; i < layout.k_pad; i++) values[i] = i < k ? from[i] : 0.0f;
+    table->round(from, k, layout.k_pad, static_cast<uint16_t*>(bf16.get()) + m * layout.k_pad);
     table->quantize(from, k, layout.k_pad, static_cast<int8_t*>(q.get()) + m * layout.k_pad,
                     static_cast<float*>(scale.get()) + m * groups,
                     static_cast<int32_t*>(sum.get()) + m * groups);
   }
-  if (!takes_codes(format)) {
+  if (kernel.input == kInBf16) {
+    input.bf16 = static_cast<uint16_t*>(bf16.get());
+  } else if (!takes_codes(format)) {
     input.f32 = static_cast<float*>(f32.get());
   } else {
     input.q = static_cast<int8_t*>(q.get());

@@ -27,6 +27,16 @@ struct Tiles {
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(c));
   }
+  static void configure_pair(int64_t first, int64_t second) {
+    alignas(64) Config c = {};
+    c.palette = 1;
+    for (int t = 0; t < 8; t++) {
+      const int64_t rows = t > 5 ? 16 : t == 0 || t == 1 || t == 4 ? first : second;
+      c.column_bytes[t] = rows == 0 ? 0 : 64;
+      c.rows[t] = static_cast<uint8_t>(rows);
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(c));
+  }
   static void release() { __asm__ volatile("tilerelease"); }
   template <int Tile>
   static void zero() {
@@ -64,10 +74,53 @@ struct Tiles {
       _mm512_store_si512(to + 64 * i, value);
     }
   }
-  static void round(const float* from, int64_t n, uint16_t* to) {
-    for (int64_t i = 0; i < n; i += 16)
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
-                          (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
+  // Codes become floats without a conversion: where a code's bits land in the mantissa of a power of two, the
+  // float is that power plus the code, and one fma takes the power and the zero point off and scales. Of int4
+  // the nibbles at bits 8, 12 and 16 do so for 2^15, 2^11 and 2^7; shifts by 12 bring the others there.
+  template <int Exponent, uint32_t Mask>
+  static __m512 value(__m512i codes, __m512 scale, __m512 shift) {
+    const __m512i bits = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi32(Mask),
+                                                   _mm512_set1_epi32((127 + Exponent) << 23), 0xea);
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(bits), scale, shift);
+  }
+  // The upper halves of both, truncated: a row of the tile, low half first.
+  static void store_pair(uint16_t* to, __m512 low, __m512 high) {
+    const __m512i lanes = _mm512_set4_epi32(0x0f0e, 0x0b0a, 0x0706, 0x0302);
+    _mm512_store_si512(to, _mm512_mask_shuffle_epi8(_mm512_castps_si512(high), 0x3333333333333333ull,
+                                                    _mm512_castps_si512(low), lanes));
+  }
+  template <int Format>
+  static void decode(const uint8_t* block, const Layout* layout, int64_t c, uint16_t* to) {
+    const int64_t at = c * 32 / layout->group * kBlockRows;
+    const __m512 scale = _mm512_mul_ps(
+        V::half(reinterpret_cast<const uint16_t*>(block + layout->scale_offset) + at), V::set1(kCentre));
+    const uint8_t* codes = block + c * Codes<Format>::kGroupBytes;
+    auto shift = [&](float power) {  // what takes off the power and the zero point
+      const float zero = Format == kInt8 ? 128 : Format == kInt4 ? 8 : 0;
+      if (Format != kInt4a) return V::mul(scale, V::set1(-power - zero));
+      const __m512 minimum = V::half(reinterpret_cast<const uint16_t*>(block + layout->min_offset) + at);
+      return V::fma(scale, V::set1(-power), V::mul(minimum, V::set1(kCentre)));
+    };
+    const __m512 shift15 = shift(0x1p15f);
+    if (Format == kInt8) {
+      for (int i = 0; i < 8; i++, to += 64) {
+        const __m512i x = _mm512_loadu_si512(codes + 64 * i);
+        store_pair(to, value<15, 0xff00>(_mm512_slli_epi32(x, 8), scale, shift15),
+                   value<15, 0xff00>(x, scale, shift15));
+        store_pair(to + 32, value<15, 0xff00>(_mm512_srli_epi32(x, 8), scale, shift15),
+                   value<15, 0xff00>(_mm512_srli_epi32(x, 16), scale, shift15));
+      }
+      return;
+    }
+    const __m512 shift7 = shift(0x1p7f), shift11 = shift(0x1p11f);
+    for (int i = 0; i < 4; i++, to += 128) {
+      const __m512i x = _mm512_loadu_si512(codes + 64 * i);
+      const __m512i up = _mm512_slli_epi32(x, 12), down = _mm512_srli_epi32(x, 12);
+      store_pair(to, value<11, 0xf000>(up, scale, shift11), value<15, 0xf00>(x, scale, shift15));
+      store_pair(to + 32, value<7, 0xf0000>(x, scale, shift7), value<11, 0xf000>(down, scale, shift11));
+      store_pair(to + 64, value<7, 0xf0000>(up, scale, shift7), value<11, 0xf000>(x, scale, shift11));
+      store_pair(to + 96, value<15, 0xf00>(down, scale, shift15), value<7, 0xf0000>(down, scale, shift7));
+    }
   }
 };
 

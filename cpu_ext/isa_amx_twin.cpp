@@ -46,6 +46,14 @@ struct Twin {
       memset(tiles[t].data, 0, sizeof tiles[t].data);
     }
   }
+  static void configure_pair(int64_t first, int64_t second) {
+    require(first > 0 && first <= 16 && second >= 0 && second <= first);
+    for (int t = 0; t < 8; t++) {
+      tiles[t].rows = static_cast<int>(t > 5 ? 16 : t == 0 || t == 1 || t == 4 ? first : second);
+      tiles[t].bytes = tiles[t].rows == 0 ? 0 : 64;
+      memset(tiles[t].data, 0, sizeof tiles[t].data);
+    }
+  }
   static void release() {
     for (int t = 0; t < 8; t++) tiles[t].rows = tiles[t].bytes = 0;
   }
@@ -117,11 +125,23 @@ struct Twin {
     const Scalar::W codes = Scalar::decode<Format>(w);
     for (int i = 0; i < 512; i++) to[i] = static_cast<uint8_t>(codes.v[i / 64][i % 64] - kZero);
   }
-  static void round(const float* from, int64_t n, uint16_t* to) {
-    for (int64_t i = 0; i < n; i++) {
-      const uint32_t bits = float_to_bits(from[i]);
-      const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-      to[i] = static_cast<uint16_t>(nan ? bits >> 16 | 64 : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+  // Rounded, where the hardware's centres and truncates.
+  template <int Format>
+  static void decode(const uint8_t* block, const Layout* layout, int64_t c, uint16_t* to) {
+    uint8_t codes[512];
+    unpack<Format>(block + c * Codes<Format>::kGroupBytes, codes);
+    const int64_t at = c * 32 / layout->group * kBlockRows * 2;
+    for (int i = 0; i < 512; i++) {  // byte i is k = 4 * (i / 64) + i % 4 of row i / 4 % 16
+      const int row = i / 4 % 16, k = i / 64 * 4 + i % 4;
+      const uint8_t* scale = block + layout->scale_offset + at;
+      const uint8_t* minimum = block + layout->min_offset + at;
+      const float code = Format == kInt4a ? codes[i] : static_cast<int8_t>(codes[i]);
+      uint16_t half[2] = {0, 0};
+      memcpy(&half[0], scale + 2 * row, 2);
+      if (Format == kInt4a) memcpy(&half[1], minimum + 2 * row, 2);
+      const float value = __builtin_fmaf(code, half_to_float(half[0]), half_to_float(half[1]));
+      const uint32_t bits = float_to_bits(value);
+      to[k / 2 * 32 + row * 2 + k % 2] = static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
     }
   }
 };

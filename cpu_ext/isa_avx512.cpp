@@ -84,6 +84,7 @@ const IsaTable kUnit = {
     act_kernel<P>,
     quantize_kernel<P>,
     axpy_kernel<P>,
+    round_kernel,
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The bulk class of bf16 by vdpbf16ps: activations rounded to bf16, sums in float32.
+// The bulk class of bf16 by vdpbf16ps, sums in float32.
 #include "avx512_policy.h"
 #include "exact.h"
 #include "tables.h"
@@ -7,12 +7,6 @@ namespace hetero {
 namespace {
 
 using P = Avx512;
-
-void round_rows(const Rows* x, int64_t m0, int64_t rows, int64_t k_pad, uint16_t* out) {
-  for (int64_t i = 0; i < rows * k_pad; i += 16)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
-                        (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x->f32 + m0 * k_pad + i)));
-}
 
 inline __m512bh pair(const uint16_t* p) {
   int32_t both;
@@ -61,26 +55,19 @@ inline void block_rows(int64_t rows, const uint8_t* w, const Layout* layout, con
 }
 
 void bulk(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y, int64_t ldy,
-          void* scratch) {
-  const int64_t fit = kScratchBytes / (2 * layout->k_pad) / kTileRows * kTileRows;
-  if (fit == 0) return float_kernel<P, kBf16>(w, blocks, layout, x, y, ldy, scratch);
-  uint16_t* a = static_cast<uint16_t*>(scratch);
-  for (int64_t m = 0; m < x->rows; m += fit) {
-    const int64_t rows = x->rows - m < fit ? x->rows - m : fit;
-    round_rows(x, m, rows, layout->k_pad, a);
-    int64_t b = 0;
-    for (; b + 2 <= blocks; b += 2)
-      block_rows<2>(rows, w + b * layout->block_bytes, layout, a, y + m * ldy + b * kBlockRows, ldy);
-    if (b < blocks)
-      block_rows<1>(rows, w + b * layout->block_bytes, layout, a, y + m * ldy + b * kBlockRows, ldy);
-  }
+          void*) {
+  int64_t b = 0;
+  for (; b + 2 <= blocks; b += 2)
+    block_rows<2>(x->rows, w + b * layout->block_bytes, layout, x->bf16, y + b * kBlockRows, ldy);
+  if (b < blocks)
+    block_rows<1>(x->rows, w + b * layout->block_bytes, layout, x->bf16, y + b * kBlockRows, ldy);
 }
 
 const Kernel kNone = {nullptr, nullptr};
 const IsaTable kUnit = {
     "avx512_bf16",
     {{kNone, kNone, kNone},
-     {kNone, kNone, {bulk, "bf16.avx512_bf16.bulk"}},
+     {kNone, kNone, {bulk, "bf16.avx512_bf16.bulk", kInBf16}},
      {kNone, kNone, kNone},
      {kNone, kNone, kNone},
      {kNone, kNone, kNone},

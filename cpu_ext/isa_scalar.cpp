@@ -58,6 +58,7 @@ const IsaTable kTable = {
     act_kernel<P>,
     quantize_kernel<P>,
     axpy_kernel<P>,
+    round_kernel,
 };
 
 }  // namespace

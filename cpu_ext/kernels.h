@@ -62,12 +62,15 @@ struct Layout {
 //   scale  one float per 32 values, [rows][k_pad / 32]; NaN where the group holds a non-finite value
 //   sum    sum of the codes of each group of 32, same shape
 //   f32    the values themselves, zero beyond k
-// Only what the format needs is set: f32 for f32, bf16 and fp8; q, scale, sum for the others.
+//   bf16   the values rounded to bf16 (to nearest, ties to even; a NaN stays one), zero beyond k
+// Only what the kernel needs is set. A kernel whose `input` is kInBf16 reads bf16 alone; the others read f32
+// for f32, bf16 and fp8, and q, scale and sum for the other formats.
 struct Rows {
   const int8_t* q;
   const float* scale;
   const int32_t* sum;
   const float* f32;
+  const uint16_t* bf16;
   int64_t rows;
 };
 
@@ -88,7 +91,7 @@ struct Rows {
 // scratch: kScratchBytes per calling thread, 64-byte aligned, contents undefined.
 typedef void (*GemmFn)(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y,
                        int64_t ldy, void* scratch);
-constexpr int64_t kScratchBytes = 1 << 18;
+constexpr int64_t kScratchBytes = 1 << 19;
 
 // Activation of an expert. gate and up are the two projections (up alone where has_gate is 0: then
 // h = act(up)).
@@ -117,6 +120,9 @@ typedef void (*ActFn)(const float* gate, const float* up, float* h, int64_t n, c
 //   a group with a NaN or infinity gets q = 0, sum = 0 and scale = NaN, so that it reaches the output.
 typedef void (*QuantFn)(const float* x, int64_t k, int64_t k_pad, int8_t* q, float* scale, int32_t* sum);
 
+// Rounds one row of k values to bf16 as Rows has it and zero-fills up to k_pad.
+typedef void (*RoundFn)(const float* x, int64_t k, int64_t k_pad, uint16_t* out);
+
 // out[i] = fma(weight, y[i], out[i])
 typedef void (*AxpyFn)(float weight, const float* y, float* out, int64_t n);
 
@@ -125,9 +131,11 @@ typedef void (*AxpyFn)(float weight, const float* y, float* out, int64_t n);
 //   gemm  any number of rows, exact
 //   bulk  any number of rows; need not be exact: bf16 products with float accumulation are allowed
 enum RowClass : int32_t { kGemv = 0, kGemm = 1, kBulk = 2, kRowClasses = 3 };
+enum RowInput : int32_t { kInFormat = 0, kInBf16 = 1 };
 struct Kernel {
   GemmFn fn;
   const char* name;  // e.g. "int4.avx512_vnni.gemv": format, instructions really used, class
+  int32_t input = kInFormat;
 };
 struct IsaTable {
   const char* name;  // "scalar", "avx2", "avx512", "amx"
@@ -135,6 +143,7 @@ struct IsaTable {
   ActFn act;
   QuantFn quantize;
   AxpyFn axpy;
+  RoundFn round = nullptr;
 };
 
 }  // namespace hetero

@@ -44,13 +44,16 @@ void widen(const void* src, DType type, int64_t n, int64_t stride, float* dst) {
   }
 }
 
-size_t RowStore::bytes(bool quantised, int64_t rows, int64_t k_pad) {
+size_t RowStore::bytes(RowForm form, int64_t rows, int64_t k_pad) {
   const size_t n = static_cast<size_t>(rows), k = static_cast<size_t>(k_pad);
-  if (!quantised) return align64(n * k * 4);
-  return align64(n * k) + 2 * align64(n * (k / kActGroup) * 4);
+  size_t total = 0;
+  if (form.codes) total += align64(n * k) + 2 * align64(n * (k / kActGroup) * 4);
+  if (form.floats) total += align64(n * k * 4);
+  if (form.halves) total += align64(n * k * 2);
+  return total;
 }
 
-RowStore RowStore::carve(uint8_t** cursor, bool quantised, int64_t rows, int64_t k_pad) {
+RowStore RowStore::carve(uint8_t** cursor, RowForm form, int64_t rows, int64_t k_pad) {
   RowStore s;
   s.k_pad = k_pad;
   const size_t n = static_cast<size_t>(rows), k = static_cast<size_t>(k_pad);
@@ -59,13 +62,13 @@ RowStore RowStore::carve(uint8_t** cursor, bool quantised, int64_t rows, int64_t
     *cursor += align64(bytes);
     return p;
   };
-  if (quantised) {
+  if (form.codes) {
     s.q = reinterpret_cast<int8_t*>(take(n * k));
     s.scale = reinterpret_cast<float*>(take(n * (k / kActGroup) * 4));
     s.sum = reinterpret_cast<int32_t*>(take(n * (k / kActGroup) * 4));
-  } else {
-    s.f32 = reinterpret_cast<float*>(take(n * k * 4));
   }
+  if (form.floats) s.f32 = reinterpret_cast<float*>(take(n * k * 4));
+  if (form.halves) s.bf16 = reinterpret_cast<uint16_t*>(take(n * k * 2));
   return s;
 }
 
@@ -77,9 +80,9 @@ Rows RowStore::at(int64_t row, int64_t rows) const {
     r.q = q + row * k_pad;
     r.scale = scale + row * groups;
     r.sum = sum + row * groups;
-  } else {
-    r.f32 = f32 + row * k_pad;
   }
+  if (f32 != nullptr) r.f32 = f32 + row * k_pad;
+  if (bf16 != nullptr) r.bf16 = bf16 + row * k_pad;
   return r;
 }
 

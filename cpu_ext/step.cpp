@@ -39,6 +39,8 @@ struct Step {
   Workspace& ws;
   const Mode mode;
   bool exact = false;
+  bool in_place = false;  // the input is the store's f32
+  RowForm form = {};      // of the input rows and of the hidden rows
 
   const uint8_t* x = nullptr;  // [x_rows, k_in] of `type`
   DType type = DType::kF32;
@@ -71,7 +73,7 @@ struct Step {
   }
 
   size_t buffer_bytes() const {
-    return static_cast<size_t>(kScratchBytes) + RowStore::bytes(quantised, max_rows, in_layout().k_pad) +
+    return static_cast<size_t>(kScratchBytes) + RowStore::bytes(form, max_rows, in_layout().k_pad) +
            align64(static_cast<size_t>(tile_floats) * 4) + align64(static_cast<size_t>(row_floats()) * 4);
   }
 
@@ -81,7 +83,7 @@ struct Step {
     b.node = ctx.pool->node_of(thread);
     b.scratch = cursor;
     cursor += kScratchBytes;
-    b.gather = RowStore::carve(&cursor, quantised, max_rows, in_layout().k_pad);
+    b.gather = RowStore::carve(&cursor, form, max_rows, in_layout().k_pad);
     b.tile = reinterpret_cast<float*>(cursor);
     cursor += align64(static_cast<size_t>(tile_floats) * 4);
     b.row = reinterpret_cast<float*>(cursor);
@@ -91,6 +93,22 @@ struct Step {
   RowClass row_class(int64_t rows) const {
     if (rows <= ctx.tuning.gemv_rows) return kGemv;
     return exact || rows <= ctx.tuning.gemm_rows ? kGemm : kBulk;
+  }
+
+  // Whether the kernel of so many rows reads bf16.
+  bool halves(int64_t rows) const {
+    return op.isa_.table->gemm[op.config_.format][row_class(rows)].input == kInBf16;
+  }
+
+  RowForm form_of_groups() const {
+    bool some = false, all = true;
+    for (const auto& g : ws.groups) {
+      const bool these = halves(g.rows);
+      some = some || these;
+      all = all && these;
+    }
+    if (ws.groups.empty()) all = false;
+    return {quantised && !all, !quantised && !all, some};
   }
 
   GemmFn kernel(int64_t group_rows, bool first) const {
@@ -104,19 +122,21 @@ struct Step {
   void input_row(int64_t row, float* tmp) {
     const uint8_t* src = x + static_cast<size_t>(row * k_in) * element_bytes(type);
     const int64_t k_pad = xs.k_pad;
-    if (quantised) {
-      const float* values = reinterpret_cast<const float*>(src);
-      if (type != DType::kF32) {
-        widen(src, type, k_in, 1, tmp);
-        values = tmp;
-      }
+    const float* values = reinterpret_cast<const float*>(src);
+    if (type != DType::kF32) {
+      widen(src, type, k_in, 1, tmp);
+      values = tmp;
+    }
+    if (form.codes) {
       const int64_t groups = k_pad / kActGroup;
       op.isa_.table->quantize(values, k_in, k_pad, xs.q + row * k_pad, xs.scale + row * groups,
                               xs.sum + row * groups);
-    } else {
-      widen(src, type, k_in, 1, xs.f32 + row * k_pad);
+    }
+    if (form.floats && !in_place) {
+      std::memcpy(xs.f32 + row * k_pad, values, static_cast<size_t>(k_in) * 4);
       std::fill(xs.f32 + row * k_pad + k_in, xs.f32 + (row + 1) * k_pad, 0.0f);
     }
+    if (form.halves) op.isa_.table->round(values, k_in, k_pad, xs.bf16 + row * k_pad);
   }
 
   static void input_phase(void* self, int64_t chunk, int thread) {
@@ -239,13 +259,16 @@ struct Step {
   // The input rows of an item, side by side: in place where they already are.
   Rows gather(const Workspace::Group& g, const Workspace::Item& item, const RowStore& to) const {
     const int64_t first = source(g, item.row);
-    bool in_place = true;
-    for (int64_t m = 1; m < item.rows && in_place; ++m) in_place = source(g, item.row + m) == first + m;
-    if (in_place) return xs.at(first, item.rows);
+    bool adjacent = true;
+    for (int64_t m = 1; m < item.rows && adjacent; ++m) adjacent = source(g, item.row + m) == first + m;
+    if (adjacent) return xs.at(first, item.rows);
+    const bool as_halves = halves(g.rows);
     const size_t k = static_cast<size_t>(xs.k_pad), n = k / kActGroup;
     for (int64_t m = 0; m < item.rows; ++m) {
       const size_t src = static_cast<size_t>(source(g, item.row + m)), dst = static_cast<size_t>(m);
-      if (quantised) {
+      if (as_halves) {
+        std::memcpy(to.bf16 + dst * k, xs.bf16 + src * k, k * 2);
+      } else if (quantised) {
         std::memcpy(to.q + dst * k, xs.q + src * k, k);
         std::memcpy(to.scale + dst * n, xs.scale + src * n, n * 4);
         std::memcpy(to.sum + dst * n, xs.sum + src * n, n * 4);
@@ -294,7 +317,7 @@ struct Step {
       if (mode == Mode::kGateUp) {
         store_gate_up(tile, blocks, col0, valid, ws.order[static_cast<size_t>(position)]);
       } else {
-        activate(tile, blocks, col0, valid, position, b.row);
+        activate(tile, blocks, col0, valid, position, b.row, halves(g.rows));
       }
     }
   }
@@ -312,18 +335,20 @@ struct Step {
 
   // h of one row and a range of columns, straight into the store of down's inputs. A range starts at a
   // multiple of 32 columns, so it owns whole groups of the quantisation.
-  void activate(const float* tile, int64_t blocks, int64_t col0, int64_t valid, int64_t position,
-                float* row) {
+  void activate(const float* tile, int64_t blocks, int64_t col0, int64_t valid, int64_t position, float* row,
+                bool as_halves) {
     const int64_t mats = store.mats(), k_pad = hs.k_pad;
     const bool last = col0 + blocks * kBlockRows >= up.n_pad;
     const int64_t end = last ? k_pad : col0 + blocks * kBlockRows;
-    float* h = quantised ? row : hs.f32 + position * k_pad + col0;
+    float* h = quantised || as_halves ? row : hs.f32 + position * k_pad + col0;
     for (int64_t i = 0; i < blocks; ++i) {
       const int64_t n = std::min<int64_t>(kBlockRows, valid - i * kBlockRows);
       const float* first = tile + i * kBlockRows * mats;
       op.isa_.table->act(first, first + kBlockRows * (mats - 1), h + i * kBlockRows, n, &op.config_.act);
     }
-    if (quantised) {
+    if (as_halves) {
+      op.isa_.table->round(h, valid, end - col0, hs.bf16 + position * k_pad + col0);
+    } else if (quantised) {
       const int64_t groups = k_pad / kActGroup, g0 = position * groups + col0 / kActGroup;
       op.isa_.table->quantize(h, valid, end - col0, hs.q + position * k_pad + col0, hs.scale + g0,
                               hs.sum + g0);
@@ -424,19 +449,22 @@ struct Step {
 
   void run(const Routing& routing, int64_t first_pair) {
     group_pairs(routing, first_pair);
-    const bool q = quantised;
+    form = form_of_groups();
     const int64_t hidden = op.config_.hidden, pairs = tokens * slots;
     x_rows = mode == Mode::kDown ? pairs : tokens;
     k_in = in_layout().k;
     const int64_t k_pad = in_layout().k_pad, blocks = down.n_pad / kBlockRows;
-    const bool in_place = !q && type == DType::kF32 && k_in == k_pad;
+    in_place = form.floats && type == DType::kF32 && k_in == k_pad;
+    const RowForm x_form = {form.codes, form.floats && !in_place, form.halves};
+    const bool reads_input = x_form.codes || x_form.floats || x_form.halves;
     const bool strips = mode == Mode::kWhole && exact;
     const int threads = ctx.pool->threads();
 
     int64_t largest = 1;
     for (const auto& g : ws.groups) largest = std::max(largest, g.rows);
-    const int64_t row_bytes = static_cast<int64_t>(RowStore::bytes(q, 1, k_pad));
-    max_rows = std::min(largest, std::clamp<int64_t>(kGatherBytes / row_bytes, 32, 256));
+    const int64_t row_bytes = static_cast<int64_t>(RowStore::bytes(form, 1, k_pad));
+    max_rows =
+        std::min(largest, std::clamp<int64_t>(kGatherBytes / std::max<int64_t>(1, row_bytes), 32, 256));
     tile_floats = kTileFloats;
     if (strips) {
       const int64_t most =
@@ -451,26 +479,22 @@ struct Step {
     const int64_t h_rows = mode == Mode::kWhole ? pairs_kept : 0;
 
     thread_bytes = buffer_bytes();
-    ws.memory.reserve(
-        (in_place ? 0 : RowStore::bytes(q, x_rows, k_pad)) + RowStore::bytes(q, h_rows, down.k_pad) +
-        align64(static_cast<size_t>(y_rows * ldy) * 4) + thread_bytes * static_cast<size_t>(threads));
+    ws.memory.reserve(RowStore::bytes(x_form, x_rows, k_pad) + RowStore::bytes(form, h_rows, down.k_pad) +
+                      align64(static_cast<size_t>(y_rows * ldy) * 4) +
+                      thread_bytes * static_cast<size_t>(threads));
     uint8_t* cursor = ws.memory.data();
-    if (in_place) {
-      xs.k_pad = k_pad;
-      xs.f32 = const_cast<float*>(reinterpret_cast<const float*>(x));  // only read
-    } else {
-      xs = RowStore::carve(&cursor, q, x_rows, k_pad);
-    }
-    hs = RowStore::carve(&cursor, q, h_rows, down.k_pad);
+    xs = RowStore::carve(&cursor, x_form, x_rows, k_pad);
+    if (in_place) xs.f32 = const_cast<float*>(reinterpret_cast<const float*>(x));  // only read
+    hs = RowStore::carve(&cursor, form, h_rows, down.k_pad);
     y = reinterpret_cast<float*>(cursor);
     cursor += align64(static_cast<size_t>(y_rows * ldy) * 4);
     thread_memory = cursor;
 
     Phase phases[4];
     int count = 0;
-    if (!in_place && x_rows <= 2) {
+    if (reads_input && x_rows <= 2) {
       for (int64_t row = 0; row < x_rows; ++row) input_row(row, buffers(0).row);
-    } else if (!in_place) {
+    } else if (reads_input) {
       x_chunk = std::clamp<int64_t>(x_rows / (threads * kPiecesPerThread), 1, 16);
       phases[count++] = phase(ceil_div(x_rows, x_chunk), input_phase);
     }
@@ -525,12 +549,13 @@ void Experts::run(Context& context, Mode mode, const void* x, DType type, const 
                   const float* weights, float* out) const {
   std::lock_guard<std::mutex> hold(context.lock);
   const bool quantised = takes_codes(config_.format);
+  const RowForm form = {quantised, !quantised, true};  // at most
   const int64_t slots = routing.slots, hidden = config_.hidden, inter = config_.intermediate;
   const int64_t in_width = mode == Mode::kDown ? slots * inter : hidden;
   const int64_t out_width =
       mode == Mode::kWhole ? hidden : slots * (mode == Mode::kDown ? hidden : inter * weights_.mats());
-  const int64_t up_row = static_cast<int64_t>(RowStore::bytes(quantised, 1, weights_.up_layout().k_pad));
-  const int64_t down_row = static_cast<int64_t>(RowStore::bytes(quantised, 1, weights_.down_layout().k_pad));
+  const int64_t up_row = static_cast<int64_t>(RowStore::bytes(form, 1, weights_.up_layout().k_pad));
+  const int64_t down_row = static_cast<int64_t>(RowStore::bytes(form, 1, weights_.down_layout().k_pad));
   const int64_t per_token =
       (mode == Mode::kDown ? 0 : up_row) + (mode == Mode::kGateUp ? 0 : slots * down_row);
   const int64_t most = std::max<int64_t>(1, context.tuning.store_bytes / std::max<int64_t>(1, per_token));

@@ -14,6 +14,7 @@ IsaTable over(const char* name, const IsaTable& base, const IsaTable* unit) {
   if (unit->act != nullptr) table.act = unit->act;
   if (unit->quantize != nullptr) table.quantize = unit->quantize;
   if (unit->axpy != nullptr) table.axpy = unit->axpy;
+  if (unit->round != nullptr) table.round = unit->round;
   return table;
 }
 

@@ -55,7 +55,7 @@ REQUIRED = {
     "isa_avx512": {"AVX-512"},
     "isa_avx512_vnni": {"VNNI"},
     "isa_avx512_bf16": {"BF16"},
-    "isa_amx": {"AMX", "BF16"},
+    "isa_amx": {"AMX"},
 }
 
 

@@ -22,7 +22,7 @@ from tests.cpu.kernel_runner import (
     relative,
 )
 
-# Float32 sums over k in sequence; bulk bf16 rounds the activations to 8 bits.
+# Float32 sums over k in sequence; bulk kernels by bf16 round activations and decoded weights to 8 bits.
 EXACT_TOLERANCE, BULK_BF16_TOLERANCE = 3e-6, 6e-3
 
 
@@ -30,9 +30,16 @@ def activations(rows: int, k: int, generator: torch.Generator) -> np.ndarray:
     return torch.randn(rows, k, generator=generator).numpy()
 
 
+def name_of(table: str, fmt: Format) -> str:
+    """The bulk kernel of a table."""
+    x, y = np.zeros((1, 1), np.float32), np.zeros((1, 16), np.float32)
+    packed = quantise(fmt, torch.zeros(1, 1)).numpy()
+    return str(kernels.run_kernel(table, BULK, fmt.code, fmt.group, 1, 1, packed, x, y)[0])
+
+
 def check(matrix: Matrix, x: np.ndarray, rows: list[int], tables: list[str] = TABLES) -> None:
     """All tables and classes on the first rows of x; in the exact classes no row depends on the others."""
-    wanted = matrix.evaluate(x)
+    wanted, plain = matrix.evaluate(x), x.astype(np.float64) @ matrix.values.T
     base = matrix.run("scalar", GEMM, x)
     assert relative(base[:, : matrix.n], wanted) < EXACT_TOLERANCE
     assert (base[:, matrix.n :] == 0).all()
@@ -43,9 +50,9 @@ def check(matrix: Matrix, x: np.ndarray, rows: list[int], tables: list[str] = TA
                     continue
                 y = matrix.run(table, row_class, np.ascontiguousarray(x[:count]))
                 where = f"{table} {matrix.format} class {row_class} rows {count}"
-                if row_class == BULK and matrix.format.name == "bf16":
-                    assert relative(y[:, : matrix.n], wanted[:count]) < BULK_BF16_TOLERANCE, where
-                    assert (y[:, matrix.n :] == 0).all(), where
+                if row_class == BULK and "_bf16" in name_of(table, matrix.format):
+                    assert relative(y[:, : matrix.n], plain[:count]) < BULK_BF16_TOLERANCE, where
+                    assert (np.abs(y[:, matrix.n :]) < 1e-3 * np.abs(plain[:count]).max()).all(), where
                 else:
                     assert np.array_equal(bits(y), bits(base[:count])), where
 
@@ -66,10 +73,40 @@ def test_more_rows_than_a_chunk(fmt: Format, generator: torch.Generator) -> None
     check(Matrix.gaussian(fmt, 20, 448, generator), activations(150, 448, generator), [128, 129, 145, 150])
 
 
-@pytest.mark.parametrize("k", [2048, 8224, 16416])
-def test_bf16_activations_beyond_the_scratch(k: int, generator: torch.Generator) -> None:
-    rows = 100 if k == 2048 else 9
-    check(Matrix.gaussian(Format("bf16"), 16, k, generator), activations(rows, k, generator), [rows])
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4 g128"])
+@pytest.mark.parametrize("k", [2048, 8160, 8224, 16416])
+def test_weights_beyond_the_scratch(fmt: str, k: int, generator: torch.Generator) -> None:
+    rows = 100 if k == 2048 else 34
+    check(Matrix.gaussian(parse_format(fmt), 33, k, generator), activations(rows, k, generator), [rows])
+
+
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.name != "f32"], ids=str)
+@pytest.mark.parametrize("k", [192, 200, 2048])
+def test_bulk_errs_no_more_than_the_format(fmt: Format, k: int, generator: torch.Generator) -> None:
+    """Against float64 of the decoded weights, beside the torch reference, which quantises activations."""
+    n, rows = 48, 49
+    matrix = Matrix.gaussian(fmt, n, k, generator)
+    x = activations(rows, k, generator)
+    x[:, ::7] *= 20  # a few large values, as real activations have
+    plain = x.astype(np.float64) @ matrix.values.T
+    reference = relative(matrix.evaluate(x), plain) if fmt.rounds_activations else 2e-3
+    for table in TABLES:
+        for count in (17, 31, 33, 49):
+            y = matrix.run(table, BULK, np.ascontiguousarray(x[:count]))[:, :n]
+            limit = (reference + 1e-3) * np.linalg.norm(plain) / np.linalg.norm(plain[:count])
+            assert relative(y, plain[:count]) < limit * 1.1, f"{table} {count}"
+
+
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.quantised], ids=str)
+def test_tiles_do_not_shrink_weights(fmt: Format, generator: torch.Generator) -> None:
+    """Weights that are truncated lose nothing on average."""
+    matrix = Matrix.gaussian(fmt, 64, 2048, generator)
+    x = np.eye(32, 2048, dtype=np.float32)
+    for table in TABLES:
+        y = matrix.run(table, BULK, x)[:, :64]
+        plain = matrix.values[:, :32].T
+        assert abs((y * plain).sum() / (plain * plain).sum() - 1) < 4e-4, table
+        assert np.abs(y - plain).max() < 6e-3 * np.abs(plain).max(), table
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if f.quantised], ids=str)
@@ -231,4 +268,4 @@ def test_amx_tiles_really_run(generator: torch.Generator) -> None:
             name, _ = kernels.run_kernel("amx", row_class, fmt.code, fmt.group, 20, 192, matrix.packed, x, y)
             names.add(name)
     assert {f"{name}.amx_int8.gemm" for name in ("int8", "int4", "int4a", "mxfp4", "nvfp4")} <= names
-    assert "bf16.amx_bf16.bulk" in names
+    assert {f"{name}.amx_bf16.bulk" for name in ("int8", "int4", "int4a", "bf16")} <= names

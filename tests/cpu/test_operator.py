@@ -57,6 +57,26 @@ def limit(fmt: str, tokens: int) -> float:
     return 5e-6 if fmt in ("f32", "bf16", "fp8") else 8e-3
 
 
+def check(
+    experts: CpuExperts,
+    y: Tensor,
+    step: tuple[Tensor, Tensor, Tensor],
+    weights: dict[tuple[int, str], Tensor] | None = None,
+    within: float | None = None,
+) -> None:
+    """y against float64 with the operator's int8 activations. Bulk kernels may round them to bf16 instead:
+    then against float64 of the values themselves, no worse than the int8 ones by more than 1e-3."""
+    spec, fmt, (x, ids, w) = experts.spec, experts.format, step
+    weights = weights or decoded(experts)
+    want = operator(spec, weights, x, ids, w, quantised=fmt.rounds_activations)
+    error = relative(y, want)
+    if error > (within or limit(str(fmt), x.shape[0])):
+        assert fmt.rounds_activations, error
+        assert x.shape[0] > 16, error
+        plain = operator(spec, weights, x, ids, w, quantised=False)
+        assert relative(y, plain) <= (within or relative(want, plain) + 1e-3), error
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("hidden", "intermediate"), SHAPES)
@@ -72,8 +92,7 @@ def test_equals_float64_of_decoded_weights(
         assert y.shape == (tokens, hidden)
         assert y.dtype == torch.float32
         if tokens:
-            want = operator(spec, weights, x, ids, w, quantised=experts.format.rounds_activations)
-            assert relative(y, want) <= limit(fmt, tokens), f"{tokens} tokens"
+            check(experts, y, (x, ids, w), weights)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -133,8 +152,7 @@ def test_repeated_and_skipped_experts(isa: str, tokens: int, generator: torch.Ge
     w[1] = math.nan  # a skipped slot contributes zero whatever its weight
     y = experts.forward(x, ids, w)
     assert torch.equal(y[1], torch.zeros(spec.hidden))
-    want = operator(spec, decoded(experts), x, ids, w, quantised=True)
-    assert relative(y, want) <= limit("int8", tokens)
+    check(experts, y, (x, ids, w))
     narrow = experts.forward(x, ids.clamp(-5, 50).int(), w)
     assert torch.equal(narrow, y)
 
@@ -293,22 +311,20 @@ def test_waves_and_passes_change_nothing(fmt: str, generator: torch.Generator) -
         ids[:, 1] = 2
         ids[0] = -1
         x = x.bfloat16()
-        want = operator(spec, decoded(experts), x, ids, w, quantised=experts.format.rounds_activations)
         for wave_bytes, store_bytes in ((64 << 20, 160 << 20), (40_000, 160 << 20), (40_000, 9_000), (1, 1)):
             before = _cpu.set_tuning(4, 4, wave_bytes, store_bytes, 0)
             try:
                 y = experts.forward(x, ids, w)
             finally:
                 _cpu.set_tuning(*before)
-            assert relative(y, want) <= limit(fmt, tokens)
+            check(experts, y, (x, ids, w))
 
 
 def test_8192_tokens(generator: torch.Generator) -> None:
     spec = ExpertSpec(3, 512, 32, 2)
     experts = fill(CpuExperts(spec, parse_format("int8")), random_weights(spec, generator))
     x, ids, w = random_routing(spec, 8192, generator)
-    want = operator(spec, decoded(experts), x, ids, w, quantised=True)
-    assert relative(experts.forward(x, ids, w), want) <= limit("int8", 8192)
+    check(experts, experts.forward(x, ids, w), (x, ids, w))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -331,12 +347,15 @@ def test_extreme_blocks_stay_finite(fmt: str, isa: str, generator: torch.Generat
         w = torch.ones(tokens, 2)
         y = experts.forward(x, ids, w)
         assert y.isfinite().all()
-        want = operator(spec, decoded(experts), x, ids, w, quantised=experts.format.rounds_activations)
+        rounds = [experts.format.rounds_activations]
+        if tokens > 16:  # bulk kernels may take the hidden values as bf16 instead of int8
+            rounds.append(False)
+        references = [operator(spec, decoded(experts), x, ids, w, quantised=r) for r in rounds]
         # Down's halves cancel, by how much depends on the seed; what rounding can do is a share of the sum
         # of the magnitudes (bulk rounds activations to bf16, 2^-9 each, and the hidden values again).
         gate, up = experts.gate_up(x, ids)[:, 0].double().chunk(2, dim=-1)
         magnitudes = 6e4 * (gate * up.clamp(-1, 1)).abs().sum(-1, keepdim=True)
-        assert ((y - want).abs() <= 2**-7 * magnitudes + 1e-2 * want.abs()).all()
+        assert any(((y - want).abs() <= 2**-7 * magnitudes + 1e-2 * want.abs()).all() for want in references)
         only_zero = experts.forward(x, torch.ones(tokens, 1, dtype=torch.long), w[:, :1])
         assert torch.equal(only_zero, torch.zeros(tokens, 128))
         assert torch.equal(experts.forward(x * 0, ids, w), torch.zeros(tokens, 128))
