@@ -51,7 +51,9 @@ def check(matrix: Matrix, x: np.ndarray, rows: list[int], tables: list[str] = TA
                 y = matrix.run(table, row_class, np.ascontiguousarray(x[:count]))
                 where = f"{table} {matrix.format} class {row_class} rows {count}"
                 if row_class == BULK and "_bf16" in name_of(table, matrix.format):
-                    assert relative(y[:, : matrix.n], plain[:count]) < BULK_BF16_TOLERANCE, where
+                    # One product alone may err by the worst case of both roundings, 2^-8 + 2^-9.
+                    limit = BULK_BF16_TOLERANCE if matrix.k > 1 else 8e-3
+                    assert relative(y[:, : matrix.n], plain[:count]) < limit, where
                     assert (np.abs(y[:, matrix.n :]) < 1e-3 * np.abs(plain[:count]).max()).all(), where
                 else:
                     assert np.array_equal(bits(y), bits(base[:count])), where
@@ -101,11 +103,13 @@ def test_bulk_errs_no_more_than_the_format(fmt: Format, k: int, generator: torch
 def test_tiles_do_not_shrink_weights(fmt: Format, generator: torch.Generator) -> None:
     """Weights that are truncated lose nothing on average."""
     matrix = Matrix.gaussian(fmt, 64, 2048, generator)
-    x = np.eye(32, 2048, dtype=np.float32)
+    # Columns of 32 different groups: as many scales as weights, for their rounding to average out.
+    x = np.ascontiguousarray(np.eye(2048, dtype=np.float32)[::64])
     for table in TABLES:
         y = matrix.run(table, BULK, x)[:, :64]
-        plain = matrix.values[:, :32].T
-        assert abs((y * plain).sum() / (plain * plain).sum() - 1) < 4e-4, table
+        plain = matrix.values[:, ::64].T
+        # Truncation that nothing centres loses 1.4e-3: half of 2^-8, over mantissas from 1 to 2.
+        assert abs((y * plain).sum() / (plain * plain).sum() - 1) < 7e-4, table
         assert np.abs(y - plain).max() < 6e-3 * np.abs(plain).max(), table
 
 
