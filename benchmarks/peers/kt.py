@@ -9,8 +9,10 @@ from kt_kernel import kt_kernel_ext as ext
 
 spec = common.job()
 torch.set_num_threads(spec.threads)
-CLASS = {"bf16": "AMXBF16_MOE", "int8": "AMXInt8_MOE", "int4": "AMXInt4_MOE"}[spec.format]
-BITS = {"bf16": 16, "int8": 8, "int4": 4}[spec.format]
+CLASS = {"bf16": "AMXBF16_MOE", "int8": "AMXInt8_MOE", "int4": "AMXInt4_MOE", "int4_1": "AMXInt4_1_MOE"}[
+    spec.format
+]
+BITS = {"bf16": 16, "int8": 8, "int4": 4, "int4_1": 4}[spec.format]
 pool_config = ext.WorkerPoolConfig()
 pool_config.subpool_count = 1
 pool_config.subpool_numa_map = [0]
