@@ -1,9 +1,9 @@
 """Compare the experts with public CPU engines: same shape, same threads, in turns, each in its own process.
 
 Our figures and kt-kernel's are of the expert operator alone. ik_llama.cpp and llama.cpp can only run whole
-models: theirs is a synthetic model of as many layers, whose dense half is tiny, divided by its layers. An
-engine takes part where its interpreter is given; between its turns it is stopped, so that threads that spin
-disturb nobody.
+models: theirs is a synthetic model of as many layers, whose dense half is tiny, divided by the layers that
+ran. An engine takes part where its interpreter is given; between its turns it is stopped, so that threads
+that spin disturb nobody.
 
     python benchmarks/peers.py --shape qwen3.8-flash-next-125b --layers 4 --threads 15 \\
         --kt PYTHON --ik PYTHON --llama PYTHON --json benchmarks/results/peers.json
@@ -175,7 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shape", default="qwen3.8-flash-next-125b", help="name in benchmarks/shapes")
     parser.add_argument("--experts", type=int, help="fewer experts than the shape has, where memory is short")
-    parser.add_argument("--layers", type=int, default=4, help="in turn; at 16 bits half as many")
+    parser.add_argument("--layers", type=int, default=4, help="in turn, at least 2; at 16 bits half as many")
     parser.add_argument("--bits", nargs="+", choices=list(FORMATS), default=list(FORMATS))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=1024, help="of a prefill")
@@ -185,6 +185,8 @@ def main() -> None:
     for name in ("kt", "ik", "llama"):
         parser.add_argument(f"--{name}", metavar="PYTHON", help=f"an interpreter that has {NAMES[name]}")
     options = parser.parse_args()
+    if options.layers < 2:
+        parser.error("--layers must be at least 2: the last layer of a whole model does not run in a prefill")
     engines = {"ours": sys.executable}
     engines |= {name: given for name in ("kt", "ik", "llama") if (given := getattr(options, name))}
     ((_, spec),) = read_shapes([options.shape])
@@ -198,7 +200,7 @@ def main() -> None:
             "intermediate": spec.intermediate,
             "experts": options.experts or spec.num_experts,
             "top_k": spec.top_k,
-            "layers": options.layers if bits != "16" else max(1, options.layers // 2),
+            "layers": options.layers if bits != "16" else max(2, options.layers // 2),
             "threads": options.threads,
             "tokens": options.tokens,
             "seconds": options.seconds,
