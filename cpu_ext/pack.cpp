@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "bits.h"
+
 // The loops over 16 rows are compiled for several instruction sets and chosen by the loader; contraction is
 // off, so that the results do not depend on the choice.
 #define HETERO_CLONES __attribute__((target_clones("default", "avx2", "avx512f"), optimize("O3")))
@@ -24,18 +26,6 @@ constexpr float kHalfMax = 65504.0f;
 // where its squared error is smaller.
 constexpr int kCandidates = 7;
 constexpr float kDivisors[kCandidates] = {-8.0f, -8.5f, -7.2f, -8.2f, -7.8f, -8.9f, -9.4f};
-
-inline float bits_to_float(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-
-inline uint32_t float_to_bits(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  return bits;
-}
 
 inline float half_to_float(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;

@@ -4,23 +4,12 @@
 
 #include <string.h>
 
+#include "bits.h"
 #include "codes.h"
 #include "kernels.h"
 
 namespace hetero {
 namespace {
-
-inline float bits_to_float(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-
-inline uint32_t float_to_bits(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  return bits;
-}
 
 inline float half_to_float(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
