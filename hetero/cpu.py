@@ -357,19 +357,8 @@ class CpuExperts:
             raise ValueError(f"weights {list(weights.shape)}, ids {list(ids.shape)}")
         if weights.dtype != torch.float32 or not weights.is_contiguous():
             weights = weights.float().contiguous()
-        tokens, slots = ids.shape
-        out = torch.empty(tokens, self.spec.hidden, dtype=torch.float32)
-        self._call(
-            self._experts.forward,
-            x.data_ptr(),
-            _DTYPES[x.dtype],
-            ids.data_ptr(),
-            _IDS[ids.dtype],
-            tokens,
-            slots,
-            weights.data_ptr(),
-            out.data_ptr(),
-        )
+        out = torch.empty(ids.shape[0], self.spec.hidden, dtype=torch.float32)
+        self._call(self._experts.forward, x, ids, weights.data_ptr(), out.data_ptr())
         return out
 
     def gate_up(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -377,42 +366,24 @@ class CpuExperts:
         then up (up alone, [T, k, intermediate], without a gate), biases included; zero where the id is
         skipped."""
         x, ids = self._checked(x, ids, (ids.shape[0], self.spec.hidden))
-        tokens, slots = ids.shape
         width = self.spec.intermediate * (2 if self.spec.has_gate else 1)
-        out = torch.empty(tokens, slots, width, dtype=torch.float32)
-        self._call(
-            self._experts.gate_up,
-            x.data_ptr(),
-            _DTYPES[x.dtype],
-            ids.data_ptr(),
-            _IDS[ids.dtype],
-            tokens,
-            slots,
-            out.data_ptr(),
-        )
+        out = torch.empty(*ids.shape, width, dtype=torch.float32)
+        self._call(self._experts.gate_up, x, ids, out.data_ptr())
         return out
 
     def down(self, h: Tensor, ids: Tensor) -> Tensor:
         """Second half of a staged step: h [T, k, intermediate], ids [T, k] -> float32 [T, k, hidden], bias
         included, not weighted; zero where the id is skipped."""
         h, ids = self._checked(h, ids, (*ids.shape, self.spec.intermediate))
-        tokens, slots = ids.shape
-        out = torch.empty(tokens, slots, self.spec.hidden, dtype=torch.float32)
-        self._call(
-            self._experts.down,
-            h.data_ptr(),
-            _DTYPES[h.dtype],
-            ids.data_ptr(),
-            _IDS[ids.dtype],
-            tokens,
-            slots,
-            out.data_ptr(),
-        )
+        out = torch.empty(*ids.shape, self.spec.hidden, dtype=torch.float32)
+        self._call(self._experts.down, h, ids, out.data_ptr())
         return out
 
-    def _call(self, step: Callable[..., None], *arguments: int | bool) -> None:
+    def _call(self, step: Callable[..., None], x: Tensor, ids: Tensor, *others: int) -> None:
+        """A step of the extension on a checked input and ids; ``others`` are the remaining addresses."""
+        tokens, slots = ids.shape
         try:
-            step(*arguments)
+            step(x.data_ptr(), _DTYPES[x.dtype], ids.data_ptr(), _IDS[ids.dtype], tokens, slots, *others)
         except MemoryError:
             have = memory.available()
             raise MachineError(

@@ -9,6 +9,7 @@ from torch import nn
 
 import hetero.ops  # noqa: F401  registers the operators of this package
 from hetero.core import HeteroError, InputError
+from hetero.model.build import meta_tensors
 from hetero.model.loader import ExpertSink
 from hetero.registry import get_op, load_class
 from hetero.rules.placement import Assignment, Placement
@@ -91,8 +92,7 @@ def finish(model: nn.Module) -> None:
 
     Raises HeteroError, naming them, when parameters or buffers are still on ``meta``.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    left = [name for name, tensor in tensors if tensor.device.type == "meta"]
+    left = list(meta_tensors(model))
     if left:
         raise HeteroError(f"left without weights: {', '.join(left[:5])} ({len(left)} tensors)")
     for module in list(model.modules()):

@@ -9,7 +9,6 @@ from pathlib import Path
 from hetero.core import ExpertSpec, InputError
 from hetero.report.schema import Shape
 
-DEFAULT_SHAPE = "qwen3.8-flash-next-125b"
 _NUMBERS = re.compile(r"^(\d+)x(\d+)x(\d+)x(\d+)(?:x(\d+))?$")
 
 

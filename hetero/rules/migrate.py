@@ -93,7 +93,6 @@ class _New:
     replace: dict[str, Any]
     recursive: bool | None = None
     optional: bool = False
-    comment: str = ""
 
 
 def migrate(path: Path) -> Migration:
