@@ -5,17 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hetero.core import InputError, Timings
+from hetero.core import HeteroError, InputError, Timings
+from hetero.engine.grammar import Grammar
+from hetero.engine.logprobs import TokenLogprob, check_top
 from hetero.engine.sample import SamplingParams
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+
+
+class QueueFull(HeteroError):  # noqa: N818
+    """No place in the queue; try again after ``retry_after_s`` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """One answer to make. ``max_tokens`` None: up to the end of the context.
 
-    Raises InputError for an empty prompt, a ``max_tokens`` below 1 and an empty stop string.
+    ``logprobs``: None for none, else how many alternatives each drawn token comes with. ``prompt_logprobs``:
+    the same of the prompt's tokens, in the result; with it ``max_tokens`` may be 0, for no answer at all.
+    ``deadline_s``: seconds from submission after which the answer ends as it is. ``client``: whose turn in
+    the queue it takes. ``grammar``: what the answer must look like; it ends when the grammar does.
+
+    Raises InputError for an empty prompt, an empty stop string, and a number outside its range.
     """
 
     prompt: tuple[int, ...]
@@ -23,12 +38,22 @@ class Request:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    deadline_s: float | None = None
+    client: str = ""
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise InputError("the prompt is empty: it must have at least one token")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InputError(f"max_tokens={self.max_tokens}: must be at least 1")
+        least = 1 if self.prompt_logprobs is None else 0
+        if self.max_tokens is not None and self.max_tokens < least:
+            raise InputError(f"max_tokens={self.max_tokens}: must be at least {least}")
+        check_top("logprobs", self.logprobs)
+        check_top("prompt_logprobs", self.prompt_logprobs)
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise InputError(f"deadline_s={self.deadline_s}: must be above 0")
         if not all(self.stop):
             raise InputError("stop: a stop string must not be empty")
 
@@ -39,14 +64,19 @@ class Piece:
 
     token: int
     text: str
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens read and made. The end-of-text token counts as made."""
+    """Tokens read and made. The end-of-text token counts as made.
+
+    ``cached_tokens``: how many of the prompt's were known from an earlier request.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -59,6 +89,8 @@ class Result:
 
     ``text`` is the whole answer, or None without a tokenizer; ``tail`` is the part of it that no piece has
     shown yet. ``kernels``: name -> calls during this request. ``seed``: the one that repeats it.
+    ``prompt_logprobs``: one a token of the prompt when the request asks for them; the first token, which
+    nothing precedes, has None.
     """
 
     token_ids: tuple[int, ...]
@@ -69,3 +101,4 @@ class Result:
     timings: Timings
     kernels: dict[str, int]
     seed: int
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None

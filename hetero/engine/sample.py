@@ -35,6 +35,9 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "from 0 to 100")
@@ -49,6 +52,14 @@ class SamplingParams:
         )
         if self.seed is not None:
             _check("seed", self.seed, 0 <= self.seed <= MAX_SEED, f"from 0 to {MAX_SEED}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _check(name, value, -2.0 <= value <= 2.0, "from -2 to 2")
+        for token, bias in self.logit_bias:
+            if token < 0 or not -100.0 <= bias <= 100.0:
+                raise InputError(
+                    f"logit_bias: {token}: {bias} must be a token id and a number from -100 to 100"
+                )
 
     @property
     def greedy(self) -> bool:
