@@ -1,0 +1,102 @@
+"""What all routes share: the engine, the name of the model, limits and counters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from hetero.core import HeteroError, InputError
+from hetero.engine.request import Piece, Request, Result
+from hetero.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from hetero.engine.scheduler import Handle, Scheduler
+    from hetero.model.tokenizer import Tokenizer
+
+Event = Piece | Result | HeteroError
+Sink = Callable[[Event], None]
+Phase = Literal["loading", "ready", "draining"]
+
+
+class NotReadyError(HeteroError):
+    """The model is still being loaded, or the server is about to stop: 503 to the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may ask for. None: no limit beyond the model's own."""
+
+    body_bytes: int = 16 << 20
+    prompt_tokens: int | None = None
+    request_timeout_s: float | None = None
+
+
+@dataclass(slots=True)
+class AppState:
+    """One server. Made before the model is loaded; ``attach`` makes it ready.
+
+    ``tool_format`` and ``reasoning_format`` are what the options say: "auto" or the name of a format.
+    """
+
+    name: str
+    limits: Limits = field(default_factory=Limits)
+    metrics: Metrics = field(default_factory=Metrics)
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    _engine: Scheduler | None = None
+
+    def attach(self, engine: Scheduler) -> None:
+        """From here on requests are served by ``engine``, which is started."""
+        self._engine = engine
+        self.metrics.watch(engine.status)
+
+    @property
+    def phase(self) -> Phase:
+        if self.draining:
+            return "draining"
+        return "loading" if self._engine is None else "ready"
+
+    @property
+    def engine(self) -> Scheduler:
+        """Raises NotReadyError while there is none."""
+        if self._engine is None:
+            raise NotReadyError(f"the model {self.name} is still being loaded; try again soon")
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.engine.runnable.tokenizer
+
+    def check(self, request: Request) -> int:
+        """Tokens that ``request`` may make at most. Raises InputError when it cannot run at all."""
+        most = self.limits.prompt_tokens
+        if most is not None and len(request.prompt) > most:
+            raise InputError(
+                f"the prompt has {len(request.prompt)} tokens and this server takes at most {most} "
+                "(--max-prompt-tokens)"
+            )
+        return self.engine.check(request)
+
+    def submit(self, request: Request, sink: Sink) -> Handle:
+        """Queue ``request``; ``sink`` gets its events from the engine's thread. The way of every route.
+
+        Raises InputError, NotReadyError and QueueFull, all before the first event.
+        """
+        if self.draining:
+            raise NotReadyError("the server is shutting down")
+        self.check(request)
+        timeout = self.limits.request_timeout_s
+        if timeout is not None:
+            own = request.deadline_s
+            request = replace(request, deadline_s=timeout if own is None else min(own, timeout))
+        watch = self.metrics.request(request)
+
+        def observed(event: Event) -> None:
+            watch(event)
+            sink(event)
+
+        return self.engine.submit(request, observed)
