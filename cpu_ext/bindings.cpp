@@ -12,12 +12,14 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "dispatch.h"
 #include "moe.h"
 #include "probes.h"
+#include "tune.h"
 
 namespace nb = nanobind;
 
@@ -135,6 +137,27 @@ int64_t read_experts(Experts& experts, int64_t first, int64_t count) {
   return total;
 }
 
+using Bands = std::vector<std::tuple<int64_t, std::string, int32_t>>;
+
+// Throws std::invalid_argument for bands that are no plan, what choose_isa throws for their names.
+std::vector<Band> make_bands(const Bands& given, int32_t format, bool exact) {
+  std::vector<Band> bands;
+  for (const auto& [rows, name, row_class] : given) {
+    if (row_class < 0 || row_class >= kRowClasses || (exact && row_class == kBulk))
+      throw std::invalid_argument("no such class of rows here");
+    if (rows < 1 || (row_class == kGemv && rows > kGemvRows))
+      throw std::invalid_argument("gemv kernels take 1 to 4 rows");
+    if (!bands.empty() && rows <= bands.back().rows)
+      throw std::invalid_argument("bands must be in ascending order of rows");
+    const IsaChoice isa = choose_isa(name);
+    bands.push_back({rows, &isa.table->gemm[format][row_class], &isa.counters->calls[format][row_class]});
+  }
+  if (given.empty() || std::get<2>(given.back()) == kGemv)
+    throw std::invalid_argument("the last band must take any number of rows");
+  bands.back().rows = INT64_MAX;
+  return bands;
+}
+
 template <class T>
 const T* address(uintptr_t value) {
   return reinterpret_cast<const T*>(value);
@@ -156,17 +179,19 @@ NB_MODULE(_cpu, m) {
   m.def("reset_kernel_counts", &reset_kernel_counts);
   m.def("set_seats", &set_seats);
   m.def("threads", [] { return context().pool->threads(); });
-  // Sets what is tuned and returns the values before: gemv_rows, gemm_rows, wave_bytes, store_bytes,
-  // strip_blocks (see Tuning).
-  m.def("set_tuning", [](int64_t gemv_rows, int64_t gemm_rows, int64_t wave_bytes, int64_t store_bytes,
-                         int64_t strip_blocks) {
-    if (gemv_rows < 0 || gemv_rows > 4) throw std::invalid_argument("gemv kernels take 1 to 4 rows");
+  // Sets the sizes of Tuning and returns those before: wave_bytes, store_bytes, strip_blocks.
+  m.def("set_tuning", [](int64_t wave_bytes, int64_t store_bytes, int64_t strip_blocks) {
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> hold(context().lock);
     const Tuning before = context().tuning;
-    context().tuning = {gemv_rows, gemm_rows, wave_bytes, store_bytes, strip_blocks};
-    return std::vector<int64_t>{before.gemv_rows, before.gemm_rows, before.wave_bytes, before.store_bytes,
-                                before.strip_blocks};
+    context().tuning = {wave_bytes, store_bytes, strip_blocks};
+    return std::vector<int64_t>{before.wave_bytes, before.store_bytes, before.strip_blocks};
+  });
+  // Seconds of each kernel by rows, weights from memory: see tune.h.
+  m.def("kernel_seconds", [](int32_t format, int32_t group, const std::vector<KernelId>& kernels,
+                             const std::vector<int64_t>& rows, double limit) {
+    nb::gil_scoped_release release;
+    return kernel_seconds(format, group, kernels, rows, limit);
   });
   // (instruction, instruction set, kind of products, operations of a round) of each probe of this machine.
   m.def("probes", [] {
@@ -259,6 +284,15 @@ NB_MODULE(_cpu, m) {
              nb::gil_scoped_release release;
              std::lock_guard<std::mutex> hold(context().lock);
              e.set_isa(choice);
+           })
+      // Bands (most rows, instruction set, class) of small steps and of large ones, see Plan.
+      .def("set_plan",
+           [](Experts& e, const Bands& exact, const Bands& large) {
+             Plan plan = {make_bands(exact, e.config().format, true),
+                          make_bands(large, e.config().format, false)};
+             nb::gil_scoped_release release;
+             std::lock_guard<std::mutex> hold(context().lock);
+             e.set_plan(std::move(plan));
            })
       .def_prop_ro("nbytes", [](Experts& e) { return e.weights().nbytes(); })
       .def_prop_ro("stride", [](Experts& e) { return e.weights().stride(); })

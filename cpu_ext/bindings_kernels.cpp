@@ -224,7 +224,7 @@ std::tuple<std::string, double> run_kernel(const std::string& isa, int32_t row_c
   const int64_t rows = static_cast<int64_t>(x.shape(0)), ld = static_cast<int64_t>(y.shape(1));
   if (static_cast<int64_t>(x.shape(1)) != k || y.shape(0) != x.shape(0) || ld < layout.n_pad)
     throw std::invalid_argument("x must be [rows, k] and y [rows, n_pad or more]");
-  if (row_class == kGemv && rows > 4) throw std::invalid_argument("gemv takes at most 4 rows");
+  if (row_class == kGemv && rows > kGemvRows) throw std::invalid_argument("gemv takes at most 4 rows");
   const size_t groups = static_cast<size_t>(layout.k_pad / kActGroup);
   const size_t elements = static_cast<size_t>(rows * layout.k_pad);
   auto scratch = aligned_bytes(kScratchBytes), q = aligned_bytes(elements), f32 = aligned_bytes(elements * 4),

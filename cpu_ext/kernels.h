@@ -45,6 +45,7 @@ enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3, kIsas = 4 };
 constexpr int kBlockRows = 16;  // output rows of a packed block
 constexpr int kActGroup = 32;   // activations share one scale per 32 values
 constexpr float kTinyAmax = 0x1p-100f;
+constexpr int kGemvRows = 4;    // most rows of a GEMV kernel
 constexpr int kExactRows = 16;  // up to this many rows of a step, every ISA gives the same bits
 
 // A packed matrix of n rows (outputs) and k columns (inputs). k_pad: k rounded up to a multiple of

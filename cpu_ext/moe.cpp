@@ -2,6 +2,13 @@
 
 namespace hetero {
 
+Plan default_plan(const IsaChoice& isa, int32_t format) {
+  const auto band = [&](int64_t rows, RowClass c) {
+    return Band{rows, &isa.table->gemm[format][c], &isa.counters->calls[format][c]};
+  };
+  return {{band(kGemvRows, kGemv), band(INT64_MAX, kGemm)}, {band(kGemvRows, kGemv), band(INT64_MAX, kBulk)}};
+}
+
 void Experts::forward(Context& context, const void* x, DType type, const Routing& routing,
                       const float* weights, float* out) const {
   run(context, Mode::kWhole, x, type, routing, weights, out);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "arena.h"
@@ -25,12 +26,24 @@ struct IsaChoice {
   KernelCounters* counters;
 };
 
-// What is measured on a machine rather than known.
+// The kernel of experts that have at most `rows` rows in a step, and where its calls are counted.
+struct Band {
+  int64_t rows;
+  const Kernel* kernel;
+  std::atomic<uint64_t>* calls;
+};
+
+// Bands by ascending rows; the last one takes all that is left. Steps of at most kExactRows tokens use
+// `exact`, which holds no bulk kernel.
+struct Plan {
+  std::vector<Band> exact, large;
+};
+
+// Up to 4 rows GEMV, else GEMM (exact) or bulk (large), all of one instruction set.
+Plan default_plan(const IsaChoice& isa, int32_t format);
+
+// Sizes of the workspace and of what a thread takes at a time.
 struct Tuning {
-  // Kernel class by the rows of an expert in a step: up to gemv_rows GEMV, up to gemm_rows exact GEMM, else
-  // bulk. Steps of at most kExactRows tokens never use bulk.
-  int64_t gemv_rows = 4;
-  int64_t gemm_rows = 4;
   int64_t wave_bytes = 64ll << 20;    // results of down that wait for their sum
   int64_t store_bytes = 160ll << 20;  // activations of one pass over the tokens
   int64_t strip_blocks = 0;           // blocks of a strip of down for few tokens; 0: by the number of threads
@@ -77,11 +90,15 @@ struct Routing {
 class Experts {
  public:
   Experts(const ExpertsConfig& config, const Placement& placement, IsaChoice isa)
-      : config_(config), isa_(isa), weights_(config, placement) {}
+      : config_(config), isa_(isa), plan_(default_plan(isa, config.format)), weights_(config, placement) {}
 
   const ExpertsConfig& config() const { return config_; }
-  // The packed bytes serve every instruction set, so another may take over between steps.
-  void set_isa(IsaChoice isa) { isa_ = isa; }
+  // The packed bytes serve every instruction set, so another may take over between steps, with its own plan.
+  void set_isa(IsaChoice isa) {
+    isa_ = isa;
+    plan_ = default_plan(isa, config_.format);
+  }
+  void set_plan(Plan plan) { plan_ = std::move(plan); }
   Weights& weights() { return weights_; }
 
   // out [tokens, hidden] float32 = sum over slots, in slot order, of weight * expert(x). x [tokens, hidden].
@@ -100,6 +117,7 @@ class Experts {
 
   ExpertsConfig config_;
   IsaChoice isa_;
+  Plan plan_;
   Weights weights_;
 };
 

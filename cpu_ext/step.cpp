@@ -90,15 +90,15 @@ struct Step {
     return b;
   }
 
-  RowClass row_class(int64_t rows) const {
-    if (rows <= ctx.tuning.gemv_rows) return kGemv;
-    return exact || rows <= ctx.tuning.gemm_rows ? kGemm : kBulk;
+  const Band& band(int64_t rows) const {
+    const std::vector<Band>& bands = exact ? op.plan_.exact : op.plan_.large;
+    size_t at = 0;
+    while (rows > bands[at].rows) ++at;
+    return bands[at];
   }
 
   // Whether the kernel of so many rows reads bf16.
-  bool halves(int64_t rows) const {
-    return op.isa_.table->gemm[op.config_.format][row_class(rows)].input == kInBf16;
-  }
+  bool halves(int64_t rows) const { return band(rows).kernel->input == kInBf16; }
 
   RowForm form_of_groups() const {
     bool some = false, all = true;
@@ -112,9 +112,9 @@ struct Step {
   }
 
   GemmFn kernel(int64_t group_rows, bool first) const {
-    const RowClass c = row_class(group_rows);
-    if (first) op.isa_.counters->calls[op.config_.format][c].fetch_add(1, std::memory_order_relaxed);
-    return op.isa_.table->gemm[op.config_.format][c].fn;
+    const Band& b = band(group_rows);
+    if (first) b.calls->fetch_add(1, std::memory_order_relaxed);
+    return b.kernel->fn;
   }
 
   // -- input

@@ -312,7 +312,7 @@ def test_waves_and_passes_change_nothing(fmt: str, generator: torch.Generator) -
         ids[0] = -1
         x = x.bfloat16()
         for wave_bytes, store_bytes in ((64 << 20, 160 << 20), (40_000, 160 << 20), (40_000, 9_000), (1, 1)):
-            before = _cpu.set_tuning(4, 4, wave_bytes, store_bytes, 0)
+            before = _cpu.set_tuning(wave_bytes, store_bytes, 0)
             try:
                 y = experts.forward(x, ids, w)
             finally:

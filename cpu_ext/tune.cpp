@@ -1,0 +1,109 @@
+#include "tune.h"
+
+#include <emmintrin.h>
+#include <time.h>
+
+#include <algorithm>
+#include <limits>
+#include <random>
+#include <stdexcept>
+
+#include "arena.h"
+#include "dispatch.h"
+#include "pack.h"
+#include "rows.h"
+
+namespace hetero {
+namespace {
+
+constexpr int64_t kK = 2048;  // inputs of an output: as a hidden size
+constexpr int64_t kWeightBytes =
+    512 << 10;                       // of a call: a thread's part of an expert, more than it prefetches
+constexpr int64_t kMostBlocks = 16;  // bounds the products of narrow formats
+constexpr int kFewestRounds = 3;
+
+// Of this thread: on a busy machine the wall clock counts the others too.
+double processor_seconds() {
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+// Whatever the size of the caches, the next read comes from memory.
+void evict(const uint8_t* data, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) _mm_clflush(data + at);
+  _mm_mfence();
+}
+
+void pack_random(const Layout& layout, std::mt19937& random, uint8_t* to) {
+  std::vector<float> values(static_cast<size_t>(layout.n * layout.k));
+  std::uniform_real_distribution<float> uniform(-1, 1);
+  for (float& v : values) v = uniform(random);
+  const Source source = {values.data(), kSourceF32, layout.k, 1};
+  std::vector<float> shared(static_cast<size_t>(block_count(layout) * shared_per_block(layout)));
+  for (int64_t b = 0; b < block_count(layout); ++b) measure_block(layout, b, source, shared.data());
+  settle_shared(layout, shared.data());
+  for (int64_t b = 0; b < block_count(layout); ++b)
+    pack_block(layout, b, source, shared.data(), to + b * layout.block_bytes);
+}
+
+}  // namespace
+
+std::vector<std::vector<double>> kernel_seconds(int32_t format, int32_t group,
+                                                const std::vector<KernelId>& kernels,
+                                                const std::vector<int64_t>& rows, double limit) {
+  Layout layout;
+  if (!make_layout(format, group, kBlockRows, kK, &layout))
+    throw std::invalid_argument("no such format or group");
+  const int64_t blocks = std::clamp<int64_t>(kWeightBytes / layout.block_bytes, 1, kMostBlocks);
+  make_layout(format, group, blocks * kBlockRows, kK, &layout);
+  std::vector<GemmFn> calls;
+  for (const auto& [name, row_class] : kernels) {
+    if (row_class < 0 || row_class >= kRowClasses) throw std::invalid_argument("no such class of rows");
+    calls.push_back(choose_isa(name).table->gemm[format][row_class].fn);
+  }
+  int64_t most = 1;
+  for (const int64_t n : rows) {
+    if (n < 1 || n > 4096) throw std::invalid_argument("rows must be from 1 to 4096");
+    most = std::max(most, n);
+  }
+
+  const RowForm form = {true, true, true};
+  const size_t weights_at = static_cast<size_t>(kScratchBytes) + RowStore::bytes(form, most, layout.k_pad);
+  const size_t results_at = weights_at + align64(static_cast<size_t>(packed_bytes(layout)));
+  Arena memory(results_at + static_cast<size_t>(most * layout.n_pad) * 4);
+  uint8_t* cursor = memory.data() + kScratchBytes;
+  const RowStore x = RowStore::carve(&cursor, form, most, layout.k_pad);
+  uint8_t* weights = memory.data() + weights_at;
+  float* y = reinterpret_cast<float*>(memory.data() + results_at);
+  std::mt19937 random(1);
+  pack_random(layout, random, weights);
+  std::uniform_real_distribution<float> uniform(-1, 1);
+  const IsaTable* table = choose_isa("scalar").table;
+  for (int64_t m = 0; m < most; ++m) {
+    float* row = x.f32 + m * x.k_pad;
+    for (int64_t i = 0; i < x.k_pad; ++i) row[i] = i < kK ? uniform(random) : 0.0f;
+    table->quantize(row, kK, x.k_pad, x.q + m * x.k_pad, x.scale + m * (x.k_pad / kActGroup),
+                    x.sum + m * (x.k_pad / kActGroup));
+    table->round(row, kK, x.k_pad, x.bf16 + m * x.k_pad);
+  }
+
+  std::vector<std::vector<double>> best(
+      kernels.size(), std::vector<double>(rows.size(), std::numeric_limits<double>::infinity()));
+  const double begin = processor_seconds();
+  for (int round = 0; round < kFewestRounds || processor_seconds() - begin < limit; ++round) {
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const Rows input = x.at(0, rows[r]);
+      for (size_t i = 0; i < kernels.size(); ++i) {
+        if (kernels[i].second == kGemv && rows[r] > kGemvRows) continue;
+        evict(weights, packed_bytes(layout));
+        const double start = processor_seconds();
+        calls[i](weights, blocks, &layout, &input, y, layout.n_pad, memory.data());
+        best[i][r] = std::min(best[i][r], processor_seconds() - start);
+      }
+    }
+  }
+  return best;
+}
+
+}  // namespace hetero
