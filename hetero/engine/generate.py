@@ -98,7 +98,7 @@ class Engine:
         began = clock()
         before = run.kernels()
         sampler = Sampler(request.sampling, request.prompt)
-        words = _Words(run.tokenizer, request.stop)
+        words = _Words(run.tokenizer, request.stop, request.visible)
         eos = frozenset() if request.ignore_eos else run.eos
         sequence = self._stepper.start()
         tokens: list[int] = []
@@ -165,8 +165,8 @@ class Engine:
 class _Words:
     """Text of one answer: detokenizer and stop strings in a row; ``text`` stays None without a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: tuple[str, ...]) -> None:
-        self._detokenizer = None if tokenizer is None else tokenizer.detokenizer()
+    def __init__(self, tokenizer: Tokenizer | None, stops: tuple[str, ...], visible: frozenset[int]) -> None:
+        self._detokenizer = None if tokenizer is None else tokenizer.detokenizer(visible)
         self._matcher = StopMatcher(stops)
         self._shown: list[str] = []
 

@@ -29,6 +29,7 @@ class Request:
     the same of the prompt's tokens, in the result; with it ``max_tokens`` may be 0, for no answer at all.
     ``deadline_s``: seconds from submission after which the answer ends as it is. ``client``: whose turn in
     the queue it takes. ``grammar``: what the answer must look like; it ends when the grammar does.
+    ``visible``: special tokens that show in the text, which otherwise leaves them out.
 
     Raises InputError for an empty prompt, an empty stop string, and a number outside its range.
     """
@@ -43,6 +44,7 @@ class Request:
     deadline_s: float | None = None
     client: str = ""
     grammar: Grammar | None = None
+    visible: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -85,3 +85,26 @@ class TextDetokenizer:
     def _show(self, count: int, text: str) -> str:
         self._shown, self._waiting = self._waiting[:count], self._waiting[count:]
         return text
+
+
+class VisibleDetokenizer:
+    """Shows some special tokens as their literal text; all others go through a detokenizer of their own run.
+
+    A special token is never inside a character, so what was incomplete before it is dropped.
+    """
+
+    def __init__(self, make: Callable[[], Detokenizer], shown: Mapping[int, str]) -> None:
+        """``shown``: text of each token that ``make``'s detokenizers would leave out."""
+        self._make = make
+        self._shown = shown
+        self._inner = make()
+
+    def feed(self, token: int) -> str:
+        text = self._shown.get(token)
+        if text is None:
+            return self._inner.feed(token)
+        before, self._inner = self._inner.finish(), self._make()
+        return before + text
+
+    def finish(self) -> str:
+        return self._inner.finish()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,15 @@ from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hetero.core import InputError
-from hetero.model.detokenize import ByteDetokenizer, Detokenizer, TextDetokenizer, unicode_bytes
+from hetero.model.detokenize import (
+    ByteDetokenizer,
+    Detokenizer,
+    TextDetokenizer,
+    VisibleDetokenizer,
+    unicode_bytes,
+)
 
+_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
 NO_TOKENIZER = "has no tokenizer; give token ids (--prompt-ids 1,2,3) or put its tokenizer.json there"
@@ -44,6 +52,12 @@ class Tokenizer:
     def has_template(self) -> bool:
         return bool(self._inner.chat_template)
 
+    @property
+    def template(self) -> str:
+        """Text of the chat template, of all of them where the tokenizer has several; empty without one."""
+        template = self._inner.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
     def encode(self, text: str) -> list[int]:
         """Ids of a plain text, with the begin-of-text token where the tokenizer adds one.
 
@@ -52,21 +66,43 @@ class Tokenizer:
         return self._encode(text, special=True)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a conversation, ending where the assistant's turn begins.
+        """Ids of a conversation, ending where the assistant's turn begins. Errors: as ``render``."""
+        return self.encode_rendered(self.render(messages))
 
-        Raises InputError without a chat template and when the template refuses the messages. Templates come
-        with the checkpoint and are not trusted: transformers renders them in jinja's sandbox.
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a text that the template made: it writes the special tokens itself."""
+        return self._encode(text, special=False)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation, ending where the assistant's turn begins.
+
+        ``tools``: each {"type": "function", "function": {...}}. ``variables``: what else the template reads,
+        such as enable_thinking. Raises InputError without a chat template, for a variable that is none, and
+        when the template refuses the messages. Templates come with the checkpoint and are not trusted:
+        transformers renders them in jinja's sandbox.
         """
+        variables = variables or {}
+        # A caller of a server must not choose the template itself, nor what the library does with it.
+        if taken := sorted(_ARGUMENTS & set(variables)):
+            raise InputError(f"chat_template_kwargs: '{taken[0]}' is not a variable of a chat template")
         if not self.has_template:
             raise InputError(f"{self._where} {NO_TEMPLATE}")
         try:
             text = self._inner.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tools=None if not tools else [dict(tool) for tool in tools],
+                tokenize=False,
+                add_generation_prompt=True,
+                **variables,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise InputError(f"the chat template of {self._where} refuses these messages: {error}") from None
-        # The template writes the special tokens itself.
-        return self._encode(text, special=False)
+        return str(text)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         try:
@@ -81,8 +117,18 @@ class Tokenizer:
         detokenizer = self.detokenizer()
         return "".join(map(detokenizer.feed, tokens)) + detokenizer.finish()
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh one for one answer."""
+    def special(self, texts: Iterable[str]) -> frozenset[int]:
+        """Ids of those special tokens, which text leaves out, that are written as one of ``texts``."""
+        wanted = set(texts)
+        return frozenset(token for token in self._special if self._written(token) in wanted)
+
+    def detokenizer(self, visible: Collection[int] = ()) -> Detokenizer:
+        """A fresh one for one answer. ``visible``: special tokens that are to show as they are written."""
+        if visible:
+            return VisibleDetokenizer(self._fresh, {token: self._written(token) for token in visible})
+        return self._fresh()
+
+    def _fresh(self) -> Detokenizer:
         if self._byte_level:
             return ByteDetokenizer(self._bytes_of)
         return TextDetokenizer(self._plain_decode, self._replacement)
@@ -106,6 +152,9 @@ class Tokenizer:
     def _special(self) -> frozenset[int]:
         added = self._inner.added_tokens_decoder
         return frozenset(self._inner.all_special_ids) | {i for i, token in added.items() if token.special}
+
+    def _written(self, token: int) -> str:
+        return str(self._inner.convert_ids_to_tokens(token))
 
     def _plain_decode(self, tokens: Sequence[int]) -> str:
         kept = [token for token in tokens if token not in self._special]

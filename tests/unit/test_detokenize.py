@@ -166,3 +166,30 @@ def test_chat_template_missing_refusing_and_working(byte_level: Tokenizer) -> No
             byte_level.chat([{"role": "user", "content": "ab"}])
     finally:
         inner.chat_template = None
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_a_special_token_shows_only_where_it_is_asked_for(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    end = tokenizer.eos_id
+    assert end is not None
+    name = "<|end|>" if kind == "byte_level" else "</s>"
+    assert tokenizer.special([name, "ab", "nowhere"]) == {end}
+    ids = [*tokenizer.encode("ab 漢"), end, *tokenizer.encode("z 🙂")]
+    assert "".join(stream(tokenizer, ids)) in ("ab 漢z 🙂", "ab 漢 z 🙂")
+    detokenizer = tokenizer.detokenizer({end})
+    assert "".join([*map(detokenizer.feed, ids), detokenizer.finish()]) == f"ab 漢{name}z 🙂"
+
+
+def test_a_request_chooses_no_template(byte_level: Tokenizer) -> None:
+    inner = byte_level._inner
+    inner.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools[0].name }}{{ mood }}"
+    try:
+        shown = byte_level.render([{"role": "user", "content": "a"}], [{"name": "f"}], {"mood": "b"})
+        assert shown == "afb"
+        with pytest.raises(InputError, match="'chat_template' is not a variable"):
+            byte_level.render([{"role": "user", "content": "a"}], None, {"chat_template": "x"})
+        assert byte_level.template == inner.chat_template
+    finally:
+        inner.chat_template = None
+    assert byte_level.template == ""
