@@ -1,8 +1,8 @@
 """Choosing the next token.
 
-The order is fixed, since filters do not commute: repetition penalty, temperature, top-k, top-p, min-p, draw.
-It is the order of transformers and vLLM; a nucleus is therefore one of the tempered distribution. Temperature
-0 is the arg max after the penalty, and the filters have no say.
+The order is fixed, since filters do not commute: penalties and bias (``penalties``), the grammar's mask,
+temperature, top-k, top-p, min-p, draw. It is the order of transformers and vLLM; a nucleus is therefore one
+of the tempered distribution. Temperature 0 is the arg max before the temperature: the filters have no say.
 
 ``probabilities`` is apart from ``draw`` so that a verifier of drafts can compare two distributions.
 """
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from hetero.core import HeteroError, InputError
+from hetero.engine.grammar import Grammar
+from hetero.engine.penalties import Penalties
 
 MAX_SEED = 2**63 - 1
 
@@ -25,6 +27,9 @@ MAX_SEED = 2**63 - 1
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to draw. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1 switch a filter off.
+
+    ``frequency_penalty``, ``presence_penalty``: what is taken from the logit of a token for each of its
+    occurrences in the answer, and for there being any. ``logit_bias``: (token, what is added to its logit).
 
     Raises InputError naming the field when a value is outside its range.
     """
@@ -69,14 +74,6 @@ class SamplingParams:
 def _check(name: str, value: float, good: bool, want: str) -> None:
     if not good:  # no comparison holds for NaN
         raise InputError(f"{name}={value}: must be {want}")
-
-
-def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits [V] with those of ``seen`` (bool [V]) moved away from being chosen, whatever their sign."""
-    if penalty == 1.0:
-        return logits
-    pushed = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return torch.where(seen, pushed, logits)
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
@@ -126,30 +123,37 @@ def _leading(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class Sampler:
-    """Draws the tokens of one request; owns its random stream and the set of tokens that it has seen."""
+    """Draws the tokens of one request; owns its random stream, its history and its place in the grammar."""
 
-    def __init__(self, params: SamplingParams, prompt: Iterable[int] = ()) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt: Iterable[int] = (), grammar: Grammar | None = None
+    ) -> None:
         self.params = params
         self.seed = params.seed if params.seed is not None else secrets.randbits(48)
         self._random = torch.Generator(device="cpu").manual_seed(self.seed)
-        self._prompt = tuple(prompt)
-        self._seen: Tensor | None = None
+        self._penalties = Penalties(params, tuple(prompt)) if Penalties.wanted(params) else None
+        self._matcher = None if grammar is None else grammar.matcher()
+
+    @property
+    def done(self) -> bool:
+        """The grammar is complete: nothing but the end may follow. Never without a grammar."""
+        return self._matcher is not None and self._matcher.done
 
     def pick(self, logits: Tensor) -> int:
         """The next token for logits [V]. Raises HeteroError when they are not finite where it matters."""
         scores = logits.detach().to("cpu", torch.float32)
-        if self.params.repetition_penalty != 1.0:
-            if self._seen is None:
-                # The size comes from the logits: some heads are padded beyond the configured vocabulary.
-                self._seen = torch.zeros(scores.numel(), dtype=torch.bool)
-                self._seen[torch.tensor(self._prompt, dtype=torch.long)] = True
-            scores = penalise(scores, self._seen, self.params.repetition_penalty)
+        if self._penalties is not None:
+            scores = self._penalties.apply(scores)
+        if self._matcher is not None:
+            scores = self._matcher.mask(scores)
         best, index = torch.max(scores, dim=0)
         if not math.isfinite(float(best)):
             raise HeteroError(f"the model's logits are not finite (largest: {float(best)})")
         token = int(index) if self.params.greedy else self.draw(*probabilities(scores, self.params))
-        if self._seen is not None:
-            self._seen[token] = True
+        if self._penalties is not None:
+            self._penalties.add(token)
+        if self._matcher is not None:
+            self._matcher.accept(token)
         return token
 
     def draw(self, probs: Tensor, ids: Tensor) -> int:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hetero.core import HeteroError, InputError
-from hetero.engine.sample import Sampler, SamplingParams, penalise, probabilities
+from hetero.engine.penalties import penalise
+from hetero.engine.sample import Sampler, SamplingParams, probabilities
 
 
 def reference(logits: list[float], p: SamplingParams) -> dict[int, float]:
