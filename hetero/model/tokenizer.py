@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -22,6 +23,8 @@ from hetero.model.detokenize import (
     unicode_bytes,
 )
 
+# How vocabularies with a byte fallback write a byte that is no character.
+_SINGLE_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
@@ -116,6 +119,24 @@ class Tokenizer:
         """Text of a whole answer, special tokens left out, an incomplete character at the end dropped."""
         detokenizer = self.detokenizer()
         return "".join(map(detokenizer.feed, tokens)) + detokenizer.finish()
+
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes of one token's text, perhaps of a part of a character; of a special token as it is written."""
+        if token in self._special:
+            return self._written(token).encode()
+        if self._byte_level:
+            return self._bytes_of(token)
+        if token >= len(self._inner):
+            return b""
+        written = self._written(token)
+        single = _SINGLE_BYTE.fullmatch(written)
+        return bytes([int(single[1], 16)]) if single else written.replace("\u2581", " ").encode()
+
+    @property
+    def serialized(self) -> str | None:
+        """The tokenizer as the text of a tokenizer.json; None for one that has no such form."""
+        backend = getattr(self._inner, "backend_tokenizer", None)
+        return None if backend is None else str(backend.to_str())
 
     def special(self, texts: Iterable[str]) -> frozenset[int]:
         """Ids of those special tokens, which text leaves out, that are written as one of ``texts``."""

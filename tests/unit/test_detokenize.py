@@ -193,3 +193,16 @@ def test_a_request_chooses_no_template(byte_level: Tokenizer) -> None:
     finally:
         inner.chat_template = None
     assert byte_level.template == ""
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_bytes_of_tokens_are_those_of_the_text(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    text = "ab 漢 é 🙂 a.z"
+    joined = b"".join(map(tokenizer.token_bytes, tokenizer.encode(text)))
+    assert joined.decode().removeprefix(" ") == text
+    assert tokenizer.eos_id is not None
+    assert tokenizer.token_bytes(tokenizer.eos_id) in (b"<|end|>", b"</s>")
+    assert tokenizer.token_bytes(100_000) == b""
+    assert tokenizer.serialized is not None
+    assert Inner.from_str(tokenizer.serialized).encode("ab").ids == tokenizer.encode("ab")
