@@ -22,8 +22,7 @@ class Stepper:
         # A few recurrent families name their cache differently.
         self._cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
         self._fixed: dict[str, Any] = {"use_cache": True, "return_dict": True}
-        if "logits_to_keep" in accepted:
-            self._fixed["logits_to_keep"] = 1
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         if "output_router_logits" in accepted:
             self._fixed["output_router_logits"] = False
         # Ids go to where the embedding is, which need not be where the first parameter is.
@@ -32,20 +31,35 @@ class Stepper:
 
     def start(self) -> Sequence:
         """A new, empty sequence."""
-        return Sequence(self._model, self._fixed, self._cache_name, self._device)
+        return Sequence(self._model, self._fixed, self._last_only, self._cache_name, self._device)
 
 
 class Sequence:
     """State of one sequence; dropping it frees its cache."""
 
-    def __init__(self, model: nn.Module, fixed: dict[str, Any], name: str, device: torch.device) -> None:
-        self._model, self._fixed, self._name, self._device = model, fixed, name, device
+    def __init__(
+        self,
+        model: nn.Module,
+        fixed: dict[str, Any],
+        last_only: dict[str, Any],
+        name: str,
+        device: torch.device,
+    ) -> None:
+        self._model, self._fixed, self._last_only = model, fixed, last_only
+        self._name, self._device = name, device
         self._cache: Any = None
 
     def advance(self, tokens: list[int]) -> Tensor:
         """Logits [V] after appending ``tokens`` [n >= 1]. Under inference mode."""
+        return self._forward(tokens, self._last_only)[-1]
+
+    def advance_all(self, tokens: list[int]) -> Tensor:
+        """Logits [n, V] at each of the appended ``tokens``. Under inference mode."""
+        return self._forward(tokens, {})
+
+    def _forward(self, tokens: list[int], keep: dict[str, Any]) -> Tensor:
         ids = torch.tensor([tokens], dtype=torch.long, device=self._device)
-        output = self._model(input_ids=ids, **{self._name: self._cache}, **self._fixed)
+        output = self._model(input_ids=ids, **{self._name: self._cache}, **self._fixed, **keep)
         self._cache = output[self._name]
         logits: Tensor = output.logits
-        return logits[0, -1]
+        return logits[0]
