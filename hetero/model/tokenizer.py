@@ -121,7 +121,7 @@ class Tokenizer:
         return "".join(map(detokenizer.feed, tokens)) + detokenizer.finish()
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes of one token's text, perhaps of a part of a character; of a special token as it is written."""
+        """Bytes of one token's text, maybe of a part of a character; of a special token as it is written."""
         if token in self._special:
             return self._written(token).encode()
         if self._byte_level:
