@@ -99,12 +99,17 @@ class Answer:
         return self.request.prompt_logprobs is not None
 
     def score(self, start: int, logits: Tensor) -> None:
-        """Logits [n, V] at the positions of the prompt from ``start``; each tells of the token after it."""
+        """Logits [n, V] at the positions from ``start``; each tells of the token after it.
+
+        Positions that were scored before, and those after the prompt, are passed over.
+        """
         top = self.request.prompt_logprobs
         assert top is not None
-        following = list(self.request.prompt[start + 1 : start + 1 + len(logits)])
+        first = len(self._scored) - 1
+        following = list(self.request.prompt[first + 1 : start + 1 + len(logits)])
         if following:
-            self._scored += token_logprobs(logits[: len(following)], following, top)
+            rows = logits[first - start : first - start + len(following)]
+            self._scored += token_logprobs(rows, following, top)
 
     def read(self) -> None:
         """The prompt has been read. An answer of no tokens ends here."""

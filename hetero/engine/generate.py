@@ -69,13 +69,12 @@ class Engine:
         for start in range(0, len(prompt), chunk):
             if cancelled():
                 return None
-            logits = read_chunk(sequence, answer, start, min(start + chunk, len(prompt)))
+            logits = read_chunk(sequence, answer, start, list(prompt[start : start + chunk]))
         return logits
 
 
-def read_chunk(sequence: Sequence, answer: Answer, start: int, end: int) -> Tensor:
-    """Logits [V] after the prompt's tokens ``start`` to ``end``, which follow what ``sequence`` holds."""
-    tokens = list(answer.request.prompt[start:end])
+def read_chunk(sequence: Sequence, answer: Answer, start: int, tokens: list[int]) -> Tensor:
+    """Logits [V] after ``tokens``, which follow the ``start`` tokens that ``sequence`` holds."""
     with torch.inference_mode():
         if not answer.scores_prompt:
             return sequence.advance(tokens)

@@ -1,0 +1,372 @@
+"""Many requests on one model: slots that requests join and leave between two tokens.
+
+One thread owns the model. A step of it reads a piece of one prompt and makes one token of every running
+answer. Memory for keys and values is given out by need, in blocks: a request starts as soon as its prompt
+fits. When a running answer finds no room to grow, the request that was admitted last goes back to the head of
+the queue and is read again later, with what it has made so far. The oldest is never sent back, and no request
+is accepted that would not fit alone, so every request comes to its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hetero.config import settings
+from hetero.core import HeteroError, InputError
+from hetero.engine.answer import Answer, Runnable, check, clock
+from hetero.engine.forward import Sequence, Stepper
+from hetero.engine.generate import read_chunk
+from hetero.engine.queue import FairQueue
+from hetero.engine.request import FinishReason, Piece, QueueFull, Request, Result
+
+log = logging.getLogger("hetero.engine")
+
+Sink = Callable[[Piece | Result | HeteroError], None]
+
+# Tokens of one block of memory.
+BLOCK = 16
+# Room for an answer to grow that a request needs to be admitted; without it, one would be let in only to be
+# sent back a few steps later.
+HEADROOM = 4 * BLOCK
+# Tokens for each slot when nothing says how much memory there is; a context beyond is the rare case.
+TOKENS_PER_SLOT = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Of this moment. Tokens of keys and values in whole blocks; counters since the start.
+
+    ``kv_tokens_used``: held by running requests; ``kv_tokens_cached``: kept for reuse, given up when needed.
+    ``batch``: answers that the last step made a token of; ``last_step_s``: how long it took.
+    """
+
+    slots: int
+    running: int
+    waiting: int
+    kv_tokens_used: int
+    kv_tokens_cached: int
+    kv_tokens_total: int
+    prefix_hit_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
+    steps: int
+    last_step_s: float
+    batch: int
+    preemptions: int
+
+
+class Handle:
+    """A request that was submitted."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """End it within one step, as "cancelled". From any thread; after the end it does nothing."""
+        self.cancelled = True
+        self._wake()
+
+
+class _Job:
+    """One request on its way through the scheduler."""
+
+    def __init__(self, request: Request, answer: Answer, sink: Sink, handle: Handle) -> None:
+        self.request, self.answer, self.sink, self.handle = request, answer, sink, handle
+        self.until = None if request.deadline_s is None else clock() + request.deadline_s
+        self.sequence: Sequence | None = None
+        self.read = 0  # tokens that the sequence holds
+
+    @property
+    def known(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self.request.prompt) + len(self.answer.tokens)
+
+    @property
+    def reading(self) -> bool:
+        """Whether more than the last token is still to be read."""
+        return self.read == 0 or self.known - self.read > 1 or not self.answer.tokens
+
+    @property
+    def held(self) -> int:
+        """Tokens of the blocks that it needs to go on."""
+        return blocks(self.known)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Those of prompt and answer in a row."""
+        prompt = self.request.prompt
+        return [
+            *prompt[start:end],
+            *self.answer.tokens[max(start - len(prompt), 0) : max(end - len(prompt), 0)],
+        ]
+
+    def overdue(self) -> FinishReason | None:
+        """Why it must end now, if it must."""
+        if self.handle.cancelled:
+            return "cancelled"
+        return "deadline" if self.until is not None and clock() >= self.until else None
+
+
+def blocks(tokens: int) -> int:
+    """``tokens`` rounded up to whole blocks."""
+    return -(-tokens // BLOCK) * BLOCK
+
+
+class Scheduler:
+    """Continuous batching over slots; owns one thread; nothing else touches the model.
+
+    ``slots``: requests that run at once. ``max_queue``: requests that may wait besides. ``prefill_chunk``:
+    most prompt tokens of one forward pass. ``kv_tokens``: tokens of keys and values that all requests
+    together may hold. ``prefix_cache``: keep them after a request for one that begins alike.
+    """
+
+    def __init__(
+        self,
+        runnable: Runnable,
+        *,
+        slots: int = 8,
+        max_queue: int = 64,
+        prefill_chunk: int | None = None,
+        kv_tokens: int | None = None,
+        prefix_cache: bool = True,
+    ) -> None:
+        for name, value, least in (("slots", slots, 1), ("max_queue", max_queue, 0)):
+            if value < least:
+                raise InputError(f"{name}={value}: must be at least {least}")
+        if kv_tokens is not None and kv_tokens < BLOCK:
+            raise InputError(f"kv_tokens={kv_tokens}: must be at least {BLOCK}")
+        self.runnable = runnable
+        self._stepper = Stepper(runnable.model)
+        self._chunk = prefill_chunk or settings().prefill_chunk
+        self._slots, self._max_queue = slots, max_queue
+        each = TOKENS_PER_SLOT if runnable.context is None else runnable.context
+        total = max(each, slots * min(each, TOKENS_PER_SLOT)) if kv_tokens is None else kv_tokens
+        self._kv_total = blocks(total) if kv_tokens is None else total // BLOCK * BLOCK
+        self._wake = threading.Condition()
+        # What follows is changed under the condition's lock.
+        self._queue: FairQueue[_Job] = FairQueue()
+        self._running: list[_Job] = []  # in the order of their admission
+        self._accepting, self._closing = True, False
+        self._hits = self._prompt_tokens = self._made = self._steps = self._batch = self._preemptions = 0
+        self._step_s = 0.0
+        self._service_s = 1.0  # of a request in a slot, a moving mean
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End every request, as cancelled, and the thread."""
+        with self._wake:
+            self._accepting, self._closing = False, True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        else:
+            self._cancel_all()
+
+    def stop_accepting(self) -> None:
+        """Refuse new requests; those that were accepted go on."""
+        with self._wake:
+            self._accepting = False
+
+    def check(self, request: Request) -> int:
+        """Tokens that this request may make at most. Raises InputError when it cannot run at all."""
+        limit = check(self.runnable, request)
+        size = len(request.prompt)
+        room = self._kv_total - size
+        if room < min(limit, 1):
+            raise InputError(
+                f"the prompt has {size} tokens and the memory for keys and values holds {self._kv_total}, "
+                "so it can never run: shorten it, or give the engine more (kv_tokens)"
+            )
+        return min(limit, room)
+
+    def submit(self, request: Request, sink: Sink) -> Handle:
+        """Queue a request, from any thread.
+
+        ``sink`` is called by the engine's thread and must not block; its last call is a Result or a
+        HeteroError. Raises InputError for a request that can never run, QueueFull when too many wait,
+        HeteroError after ``stop_accepting``.
+        """
+        limit = self.check(request)
+        handle = Handle(self._notify)
+        job = _Job(request, Answer(self.runnable, request, limit), sink, handle)
+        with self._wake:
+            if not self._accepting:
+                raise HeteroError("the engine accepts no more requests")
+            waiting = sum(not job.handle.cancelled for job in self._queue)
+            free = self._slots - len(self._running)
+            if waiting >= self._max_queue + free:
+                wait = min(max(self._service_s * (waiting + 1) / self._slots, 1.0), 60.0)
+                raise QueueFull(f"{waiting} requests are waiting, as many as may", wait)
+            self._queue.push(request.client, job)
+            self._wake.notify()
+        return handle
+
+    def status(self) -> EngineStatus:
+        """From any thread."""
+        with self._wake:
+            return EngineStatus(
+                slots=self._slots,
+                running=len(self._running),
+                waiting=sum(not job.handle.cancelled for job in self._queue),
+                kv_tokens_used=self._used(),
+                kv_tokens_cached=0,
+                kv_tokens_total=self._kv_total,
+                prefix_hit_tokens=self._hits,
+                prompt_tokens=self._prompt_tokens,
+                completion_tokens=self._made,
+                steps=self._steps,
+                last_step_s=self._step_s,
+                batch=self._batch,
+                preemptions=self._preemptions,
+            )
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
+
+    def _used(self) -> int:
+        return sum(job.held for job in self._running)
+
+    # From here on: the engine's thread alone.
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._closing or self._queue or self._running):
+                    self._wake.wait()
+                if self._closing:
+                    break
+            try:
+                self._step()
+            except Exception:
+                # A defect of the scheduler itself must not end the thread that all later requests need.
+                log.exception("a step failed")
+                for job in list(self._running):
+                    self._end(job, HeteroError("internal error"))
+        self._cancel_all()
+
+    def _step(self) -> None:
+        self._reap()
+        self._make_room()
+        self._admit()
+        began = clock()
+        reader = next((job for job in self._running if job.reading), None)
+        if reader is not None:
+            self._read(reader)
+        writers = [job for job in self._running if not job.reading and job is not reader]
+        self._advance(writers)
+        with self._wake:
+            self._steps += 1
+            self._batch = len(writers)
+            self._step_s = clock() - began
+
+    def _reap(self) -> None:
+        """End what is cancelled or out of time, waiting or running."""
+        with self._wake:
+            gone = self._queue.remove(lambda job: job.overdue() is not None)
+        for job in gone + [job for job in self._running if job.overdue() is not None]:
+            job.answer.reason = job.overdue()
+            self._end(job, job.answer.result())
+
+    def _make_room(self) -> None:
+        """Send requests back to the queue, the last admitted first, until the others can go on."""
+        with self._wake:
+            while self._used() > self._kv_total:
+                job = self._running.pop()
+                job.sequence, job.read = None, 0
+                self._queue.push_front(job.request.client, job)
+                self._preemptions += 1
+
+    def _admit(self) -> None:
+        """Give free slots to waiting requests, as far as there is memory."""
+        with self._wake:
+            while len(self._running) < self._slots and (job := self._queue.peek()) is not None:
+                wanted = job.held + (HEADROOM if self._running else 0)
+                if self._used() + wanted > self._kv_total:
+                    return
+                self._queue.pop()
+                self._running.append(job)
+                job.sequence = self._stepper.start()
+                if not job.answer.tokens:
+                    job.answer.begin()
+
+    def _read(self, job: _Job) -> None:
+        """Read the next piece of a prompt (and of what its answer had when it was sent back)."""
+        assert job.sequence is not None
+        end = job.known if self.runnable.whole_prompt else min(job.read + self._chunk, job.known)
+        try:
+            logits = read_chunk(job.sequence, job.answer, job.read, job.tokens(job.read, end))
+        except Exception as error:
+            self._fail(job, error)
+            return
+        with self._wake:
+            self._prompt_tokens += end - job.read
+        job.read = end
+        if end == job.known:
+            job.answer.read()
+            self._take(job, logits)
+
+    def _advance(self, jobs: list[_Job]) -> None:
+        """One token of each."""
+        for job in jobs:
+            assert job.sequence is not None
+            try:
+                with torch.inference_mode():
+                    logits = job.sequence.advance([job.answer.tokens[-1]])
+            except Exception as error:
+                self._fail(job, error)
+                continue
+            job.read += 1
+            self._take(job, logits)
+
+    def _take(self, job: _Job, logits: Tensor) -> None:
+        """Draw a token, unless the answer has come to its end without one."""
+        try:
+            if job.answer.reason is None:
+                piece = job.answer.take(logits)
+                with self._wake:
+                    self._made += 1
+                self._send(job, piece)
+            if job.answer.reason is not None:
+                self._end(job, job.answer.result())
+        except Exception as error:
+            self._fail(job, error)
+
+    def _fail(self, job: _Job, error: Exception) -> None:
+        if isinstance(error, HeteroError):
+            self._end(job, error)
+            return
+        # What it says of our files goes to the log alone.
+        log.error("a request failed", exc_info=error)
+        self._end(job, HeteroError("internal error"))
+
+    def _end(self, job: _Job, event: Result | HeteroError) -> None:
+        """Free all that a request holds, then tell: who has read the last event finds its place free."""
+        job.sequence = None
+        with self._wake:
+            if job in self._running:
+                self._running.remove(job)
+        self._send(job, event)
+
+    def _send(self, job: _Job, event: Piece | Result | HeteroError) -> None:
+        try:
+            job.sink(event)
+        except Exception:
+            log.exception("a sink failed; its request is cancelled")
+            job.handle.cancelled = True
+
+    def _cancel_all(self) -> None:
+        with self._wake:
+            jobs = self._running + self._queue.remove(lambda job: True)
+        for job in jobs:
+            job.answer.reason = "cancelled"
+            self._end(job, job.answer.result())
