@@ -1,0 +1,128 @@
+"""Formats whose calls are JSON: outputs as the models' documentation shows them, and broken ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hetero.server.dialects import Dialect, ToolArgs
+from tests.server.dialects.harness import TOOLS, WEATHER, answer, read, run
+
+HERMES = Dialect("hermes", "think")
+
+ONE = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>'
+TWO = (
+    '<tool_call>\n{"name": "write_file", "arguments": '
+    '{"path": "a </tool_call> {", "text": "\\"\\\\"}}\n</tool_call>'
+)
+
+
+def test_thinking_text_and_parallel_calls() -> None:
+    got = read(HERMES, f"<think>\nLet me see.\n</think>\n\nI look it up.\n{ONE}\n{TWO}")
+    assert got.reasoning == "Let me see."
+    assert got.content == "I look it up."
+    assert got.calls == [
+        ["get_weather", '{"city": "Paris", "days": 3}'],
+        ["write_file", '{"path": "a </tool_call> {", "text": "\\"\\\\"}'],
+    ]
+    assert got.order == ["reasoning", "content", "tool", "tool"]
+
+
+def test_arguments_stream_as_they_come() -> None:
+    parser = HERMES.parser("", TOOLS)
+    parser.feed('<tool_call>{"name": "get_weather", "arguments": {"ci')
+    (delta,) = parser.feed('ty": "Par')
+    assert delta == ToolArgs(0, 'ty": "Par')
+
+
+def test_the_template_begins_the_thinking() -> None:
+    got = read(HERMES, f"\nHm.\n</think>\n\n{ONE}", prompt="<|im_start|>assistant\n<think>\n")
+    assert (got.reasoning, got.content, len(got.calls)) == ("Hm.", "", 1)
+    got = read(HERMES, "a <think> b </think> c", prompt="<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert (got.reasoning, got.content) == ("", "a <think> b </think> c")
+    got = read(HERMES, "Hm. <tool_call> and no end \n", prompt="<think>")
+    assert (got.reasoning, got.content) == ("Hm. <tool_call> and no end \n", "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " a plain answer\n\n",
+        "Use a <tool_call> tag, then </tool_call>.",
+        "1 < 2 <tool",
+        "<tool_call>",
+        '<tool_call>{"name"',
+        '<tool_call>{"name": "f", ',
+        '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+        '<tool_call>{"nom": "f"}</tool_call> x',
+        "<tool_call>[1]</tool_call>",
+        "late <think>x</think>",
+        "</think> alone",
+        " <thin",
+        "\n",
+    ],
+)
+def test_what_is_no_call_is_text(text: str) -> None:
+    got = read(HERMES, text)
+    assert got.content == text
+    assert got.calls == []
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    text = f"say {ONE} \n"
+    assert read(HERMES, text, tools=()).content == text
+    assert read(Dialect("none", "none"), f"<think>a</think>{text}").content == f"<think>a</think>{text}"
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"name": "get_weather"}', "{}"),
+        ('{"name": "get_weather", "arguments": null}', "{}"),
+        ('{"arguments": {"city": "X"}, "name": "get_weather"}', '{"city": "X"}'),
+        ('{"id": "x1", "type": "function", "name": "get_weather", "parameters": {}}', "{}"),
+        ('{"name": "get_weather", "arguments": "{\\"city\\": \\"X\\"}"}', '{"city": "X"}'),
+        ('{"name": "get_weather", "arguments": {"city": "X"}', '{"city": "X"}'),
+        ('{"name": "get_weather", "arguments": {"city": "X"}}}', '{"city": "X"}'),
+        ('{"name": "get_weather", "arguments": [1, {"a": []}]}', '[1, {"a": []}]'),
+    ],
+)
+def test_ways_to_write_a_call(written: str, arguments: str) -> None:
+    got = read(HERMES, f"<tool_call>\n{written}\n</tool_call>")
+    assert got.calls == [["get_weather", arguments]]
+    assert got.content in ("", "}")
+
+
+def test_several_calls_in_one_block_and_a_forgotten_end() -> None:
+    call = '{"name": "get_weather", "arguments": {"city": "%s"}}'
+    got = read(HERMES, f"<tool_call>{call % 'a'}\n{call % 'b'}, {call % 'c'}</tool_call>ok")
+    assert [json.loads(args)["city"] for _, args in got.calls] == ["a", "b", "c"]
+    assert got.content == "ok"
+    got = read(HERMES, f"<tool_call>{call % 'a'}\n<tool_call>{call % 'b'}")
+    assert [json.loads(args)["city"] for _, args in got.calls] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("{\"city\": 'X'}}", "{\"city\": 'X'}}"),
+        ('{"city": "X"]}}', '{"city": "X"]}}'),
+        ('{"city": "X', '{"city": "X\n</tool_call>'),
+        ("<nothing>}", "<nothing>}"),
+    ],
+)
+def test_broken_arguments_are_delivered_as_they_are(written: str, arguments: str) -> None:
+    got = read(HERMES, f'a <tool_call>{{"name": "get_weather", "arguments": {written}\n</tool_call>')
+    assert [[name, args.rstrip()] for name, args in got.calls] == [["get_weather", arguments]]
+    assert got.content == "a"
+
+
+def test_cut_off_in_the_arguments() -> None:
+    got = read(HERMES, ONE[: ONE.index("ris")])
+    assert got.calls == [["get_weather", '{"city": "Pa']]
+
+
+def test_ids_differ() -> None:
+    deltas = run(HERMES, [ONE + ONE], tools=(WEATHER,))
+    assert len(answer(deltas).calls) == 2
