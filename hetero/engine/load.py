@@ -27,6 +27,7 @@ from hetero.model.moe_types import WHOLE_PROMPT
 from hetero.model.source import Checkpoint
 from hetero.model.tokenizer import Tokenizer, load_tokenizer
 from hetero.ops.hops import connect
+from hetero.ops.watch import watch_steps
 from hetero.registry import op_names
 from hetero.rules import Assignment, Placement, load_rules, match
 from hetero.rules.defaults import default_rules_for
@@ -111,6 +112,7 @@ def load_model(
     )
     inject.finish(model)
     connect(model, placement)
+    watch_steps(model)
     text: Any = config.get_text_config(decoder=True)
     runnable = Runnable(
         model=model,

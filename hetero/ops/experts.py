@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,8 @@ from hetero.core import ExpertSpec
 from hetero.formats import parse_format
 from hetero.model.moe_types import gate_function
 from hetero.ops.reference import TorchExperts
+from hetero.ops.watch import Away, ExpertUse, timed, worked
+from hetero.trace import Reading, clock, recorder
 
 
 class Backend(Protocol):
@@ -56,14 +59,23 @@ def make_backend(spec: ExpertSpec, options: Mapping[str, Any]) -> Backend:
 class Pending:
     """Experts at work. ``collect`` may be called once; it raises what the work raised."""
 
-    def __init__(self, result: torch.Tensor | Future[torch.Tensor], like: torch.Tensor) -> None:
+    def __init__(
+        self, result: torch.Tensor | Future[torch.Tensor], like: torch.Tensor, away: Away | None = None
+    ) -> None:
         self._result = result
         self._like = like
+        self._away = away
 
     def collect(self) -> torch.Tensor:
         """The weighted sum [T, hidden], on the device and in the dtype of the submitted tokens."""
-        result = self._result if isinstance(self._result, torch.Tensor) else self._result.result()
-        return result.to(device=self._like.device, dtype=self._like.dtype)
+        result = self._result
+        if isinstance(result, Future):
+            if self._away is not None:
+                self._away.collecting()
+            result = result.result()
+        if self._away is None:
+            return result.to(device=self._like.device, dtype=self._like.dtype)
+        return self._away.back(result, self._like)
 
 
 class _Worker:
@@ -92,16 +104,25 @@ class CpuExpertsOp(nn.Module):
     """Takes the place of a transformers experts module, with its call: ``(x [T, H], ids [T, k], weights)``.
 
     The weights are in ``backend`` and are no torch parameters. ``overlap`` runs the experts on a thread of
-    their own between ``submit`` and ``collect``; the result is the same.
+    their own between ``submit`` and ``collect``; the result is the same. ``layer``: index of the layer that
+    holds it, -1 where unknown; ``use``: which experts were chosen.
     """
 
     def __init__(
-        self, spec: ExpertSpec, backend: Backend, original: nn.Module | None = None, *, overlap: bool = False
+        self,
+        spec: ExpertSpec,
+        backend: Backend,
+        original: nn.Module | None = None,
+        *,
+        overlap: bool = False,
+        layer: int = -1,
     ) -> None:
         super().__init__()
         self.spec = spec
         self.backend = backend
         self.overlap = overlap
+        self.layer = layer
+        self.use = ExpertUse(spec.num_experts)
         self._gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         if spec.staged:
             if original is None:
@@ -120,14 +141,34 @@ class CpuExpertsOp(nn.Module):
 
     def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pending:
         """Start on x [T, hidden] with ids and weights [T, k]. x must not change before ``collect``."""
+        watched = recorder.active
+        leaves = self.overlap or x.device.type != "cpu"
+        away = Away(self.layer, x) if watched and leaves else None
         # Routers may hand over a column of a larger tensor; the backend reads plain rows.
         host = x.detach().to("cpu").contiguous()
         host_ids = ids.detach().to("cpu", torch.int64).contiguous()
         host_weights = weights.detach().to("cpu", torch.float32).contiguous()
+        if away is not None:
+            away.moved(host, host_ids, host_weights)
+        self.use.note(host_ids)
         compute = self._staged if self._gate is not None else self.backend.forward
-        if not self.overlap:
-            return Pending(compute(host, host_ids, host_weights), x)
-        return Pending(_worker.submit(lambda: compute(host, host_ids, host_weights)), x)
+        if self.overlap:
+
+            def call() -> torch.Tensor:
+                return compute(host, host_ids, host_weights)
+
+            job = timed(call, self.layer, host_ids, self._reading) if watched else call
+            return Pending(_worker.submit(job), x, away)
+        start = clock() if watched else 0
+        out = compute(host, host_ids, host_weights)
+        if watched:
+            worked(self.layer, start, host_ids, self._reading)
+        return Pending(out, x, away)
+
+    @cached_property
+    def _reading(self) -> Reading:
+        experts = self.spec.num_experts
+        return Reading(experts, self.backend.nbytes // experts)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Submit and collect at once, for blocks whose order of work is not known here."""

@@ -13,6 +13,7 @@ from hetero.model.build import is_experts
 from hetero.model.moe_types import expert_spec
 from hetero.ops.experts import CpuExpertsOp, Pending, make_backend
 from hetero.ops.recipes import RECIPES, Recipe
+from hetero.ops.watch import layer_of
 from hetero.registry import register_op
 
 
@@ -71,7 +72,8 @@ class MoeBlock(nn.Module):
             experts = module.get_submodule(path)
             spec = expert_spec(experts, config)
             backend = make_backend(spec, experts_options)
-            setattr(block, leaf, CpuExpertsOp(spec, backend, experts, overlap=overlap))
+            layer = layer_of(f"{name}.{path}")
+            setattr(block, leaf, CpuExpertsOp(spec, backend, experts, overlap=overlap, layer=layer))
             recipe = RECIPES.get(type(block).__name__)
             if recipe is None or leaf != "experts":
                 continue
