@@ -34,12 +34,14 @@ class Generation:
 
     def __init__(self, state: AppState, request: Request) -> None:
         self.request = request
+        self._ended = False
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._handle: Handle = state.submit(request, self._put)
 
     def cancel(self) -> None:
-        """End it within one step of the model and free what it holds."""
+        """End it within one step of the model and free what it holds; what it has made is its result."""
+        self._ended = True
         self._handle.cancel()
 
     async def events(self) -> AsyncIterator[Piece | Result]:
@@ -51,7 +53,7 @@ class Generation:
             event = await self._events.get()
             if isinstance(event, HeteroError):
                 raise event
-            if isinstance(event, Result) and event.finish_reason == "cancelled":
+            if isinstance(event, Result) and event.finish_reason == "cancelled" and not self._ended:
                 raise NotReadyError("the server is shutting down")
             yield event
             if isinstance(event, Result):

@@ -1,9 +1,10 @@
-"""Bodies of the API. A field is honoured, or refused by its name: none is silently dropped."""
+"""What the bodies of both completion calls share. A field is honoured, or refused by its name: none is
+silently dropped."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -11,34 +12,10 @@ from hetero.core import InputError
 from hetero.engine.sample import MAX_SEED, SamplingParams
 
 MAX_STOPS = 16
+# Answers that one call may ask for.
+MAX_CHOICES = 128
 
-# Fields of the public API that this server does not serve, each with the values that ask for nothing. Clients
-# send those by themselves, so they pass.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "top_logprobs": (None, 0),
-    "logprobs": (None, False),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "service_tier": (None, "auto", "default"),
-    "store": (None, False),
-    "metadata": (None, {}),
-    "web_search_options": (None,),
-}
+Neutral = Mapping[str, tuple[Any, ...]]
 
 
 class Strict(BaseModel):
@@ -49,10 +26,23 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    # Padding against who measures the length of encrypted chunks.
+    include_obfuscation: bool = False
+
+    @field_validator("include_obfuscation")
+    @classmethod
+    def _refuse(cls, value: bool) -> bool:
+        if value:
+            raise ValueError("not supported by this server; leave it out")
+        return value
 
 
 class Sampling(Strict):
-    """Fields that both completion calls share."""
+    """Fields that both completion calls share; those beyond OpenAI's are named as elsewhere in the field."""
+
+    # Fields of the public API that are not served, each with the values that ask for nothing. Clients send
+    # those by themselves, so they pass.
+    neutral: ClassVar[Neutral] = {}
 
     model: str | None = None
     temperature: float | None = None
@@ -60,27 +50,30 @@ class Sampling(Strict):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = None
     stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Names the end user to the operator of a service; it has no influence on an answer anywhere.
+    # Names the end user to the operator of a service; here it takes turns with others in the queue.
     user: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse(cls, body: Any) -> Any:
+    def _drop_neutral(cls, body: Any) -> Any:
         if not isinstance(body, Mapping):
             return body
         kept = {}
         for name, value in body.items():
-            if name in _NEUTRAL and name not in cls.model_fields:
-                # True == 1 in Python, so types are compared as well, but 0 and 0.0 are both no penalty.
-                if not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
-                    raise InputError(f"{name}: not supported by this server; leave it out")
-            else:
+            if name not in cls.neutral:
                 kept[name] = value
+            elif not any(_same(value, neutral) for neutral in cls.neutral[name]):
+                raise InputError(f"{name}: not supported by this server; leave it out")
         return kept
 
     @field_validator("stop")
@@ -88,10 +81,18 @@ class Sampling(Strict):
     def _stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
         stops = [stop] if isinstance(stop, str) else stop or []
         if len(stops) > MAX_STOPS:
-            raise InputError(f"stop: at most {MAX_STOPS} strings, got {len(stops)}")
+            raise ValueError(f"at most {MAX_STOPS} strings, got {len(stops)}")
         if not all(stops):
-            raise InputError("stop: a stop string must not be empty")
+            raise ValueError("a stop string must not be empty")
         return stop
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for token in bias or ():
+            if not (token.isascii() and token.isdigit()):
+                raise ValueError(f"'{token}' is not a token id")
+        return bias
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Sampling:
@@ -104,98 +105,35 @@ class Sampling(Strict):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self) -> SamplingParams:
-        """The API's default temperature is 1. A negative seed is folded into the range."""
+    def sampling(self, vocabulary: int, choice: int = 0) -> SamplingParams:
+        """How to draw the answer number ``choice``; each has the next seed.
+
+        The API's default temperature is 1. A negative seed is folded into the range. Raises InputError for a
+        number outside its range and for a bias on a token beyond ``vocabulary``.
+        """
+        bias = tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
+        if bias and max(bias)[0] >= vocabulary:
+            raise InputError(f"logit_bias: token id {max(bias)[0]} is not in the vocabulary of {vocabulary}")
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k or 0,
             top_p=1.0 if self.top_p is None else self.top_p,
             min_p=self.min_p or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            seed=None if self.seed is None else self.seed & MAX_SEED,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            logit_bias=bias,
+            seed=None if self.seed is None else (self.seed + choice) & MAX_SEED,
         )
 
 
 def _same(value: object, neutral: object) -> bool:
+    # True == 1 in Python, so types are compared as well, but 0 and 0.0 both ask for nothing.
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, body: Any) -> Any:
-        if not isinstance(body, Mapping):
-            return body
-        if body.get("role") in ("tool", "function") or body.get("tool_calls") or body.get("function_call"):
-            raise InputError("messages: tool calls are not supported by this server")
-        content = body.get("content")
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind != "text":
-                raise InputError(f"messages: content of type {kind!r} is not supported, only text is")
-        return {k: v for k, v in body.items() if k not in ("tool_calls", "function_call", "refusal") or v}
-
-    def plain(self) -> dict[str, str]:
-        """As chat templates expect it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
-
-
-class ChatBody(Sampling):
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = None
-
-    @model_validator(mode="after")
-    def _one_limit(self) -> ChatBody:
-        both = (self.max_tokens, self.max_completion_tokens)
-        if None not in both and both[0] != both[1]:
-            raise InputError("max_tokens: differs from max_completion_tokens; give one of them")
-        return self
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-
-class CompletionBody(Sampling):
-    prompt: str | list[str] | list[int] | list[list[int]]
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _kind(cls, prompt: Any) -> Any:
-        if isinstance(prompt, str):
-            return prompt
-        if isinstance(prompt, list) and prompt:
-            if all(isinstance(part, int) and not isinstance(part, bool) for part in prompt):
-                return prompt
-            if isinstance(prompt[0], (str, list)):
-                if len(prompt) > 1:
-                    raise InputError(f"prompt: one prompt a request, got {len(prompt)}; send them one by one")
-                inner = prompt[0]
-                if isinstance(inner, str) or all(type(part) is int for part in inner):
-                    return prompt
-        raise InputError("prompt: must be a text or a list of token ids, and not empty")
-
-    @property
-    def limit(self) -> int:
-        """The API's default is 16."""
-        return 16 if self.max_tokens is None else self.max_tokens
-
-    def text_or_ids(self) -> str | list[int]:
-        prompt = self.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-            return prompt[0]
-        return cast("str | list[int]", prompt)

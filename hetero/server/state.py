@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from hetero.core import HeteroError, InputError
 from hetero.engine.request import Piece, Request, Result
+from hetero.server.dialects import Dialect, choose
+from hetero.server.grammars import Grammars
 from hetero.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -48,9 +50,18 @@ class AppState:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     _engine: Scheduler | None = None
+    _dialect: Dialect | None = None
+    _grammars: Grammars | None = None
 
     def attach(self, engine: Scheduler) -> None:
-        """From here on requests are served by ``engine``, which is started."""
+        """From here on requests are served by ``engine``, which is started.
+
+        Raises InputError for the name of a format that there is not.
+        """
+        tokenizer = engine.runnable.tokenizer
+        template = "" if tokenizer is None else tokenizer.template
+        self._dialect = choose(template, self.tool_format, self.reasoning_format)
+        self._grammars = Grammars(engine.runnable)
         self._engine = engine
         self.metrics.watch(engine.status)
 
@@ -64,12 +75,29 @@ class AppState:
     def engine(self) -> Scheduler:
         """Raises NotReadyError while there is none."""
         if self._engine is None:
-            raise NotReadyError(f"the model {self.name} is still being loaded; try again soon")
+            raise self._not_ready()
         return self._engine
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.engine.runnable.tokenizer
+
+    @property
+    def dialect(self) -> Dialect:
+        """How the model writes thinking and tool calls. Raises NotReadyError while there is no model."""
+        if self._dialect is None:
+            raise self._not_ready()
+        return self._dialect
+
+    @property
+    def grammars(self) -> Grammars:
+        """Grammars over the model's tokenizer. Raises NotReadyError while there is no model."""
+        if self._grammars is None:
+            raise self._not_ready()
+        return self._grammars
+
+    def _not_ready(self) -> NotReadyError:
+        return NotReadyError(f"the model {self.name} is still being loaded; try again soon")
 
     def check(self, request: Request) -> int:
         """Tokens that ``request`` may make at most. Raises InputError when it cannot run at all."""
