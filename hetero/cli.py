@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hetero import cli_profile, cli_rules, terminal
+from hetero import cli_launch, cli_profile, cli_rules, terminal
 from hetero.config import MAX_THREADS, debug, wait_passively
 from hetero.core import HeteroError, InputError
 
@@ -74,6 +74,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_rules.app, name="rules")
 app.command("profile")(cli_profile.profile)
+app.command("launch", context_settings=cli_launch.CONTEXT)(cli_launch.launch)
 
 ModelArg = Annotated[
     str | None,
@@ -222,26 +223,81 @@ def serve(
     *,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8080,
+    api_key_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="API keys, one a line; default: the one of HETERO_API_KEY."),
+    ] = None,
     allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Allow a host that other machines can reach.")
+        bool, typer.Option("--allow-remote", help="Allow a host that others can reach, without a key.")
     ] = False,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Answer to this name in the Host header; may be repeated."),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Let pages of this origin use the server; may be repeated."),
+    ] = None,
+    slots: Annotated[int, typer.Option(help="Requests that run at once.")] = 8,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; one more is answered 429.")] = 64,
+    ctx: Annotated[
+        int | None, typer.Option(help="Most tokens of a request, prompt and answer; default: the model's.")
+    ] = None,
+    kv_tokens: Annotated[int | None, typer.Option(help="Tokens that the KV cache holds in all.")] = None,
+    prefix_cache: Annotated[
+        bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Reuse what earlier prompts began with.")
+    ] = True,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Refuse longer prompts.")] = None,
+    max_body: Annotated[int, typer.Option(metavar="BYTES", help="Refuse larger requests (413).")] = 16 << 20,
+    request_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="End an answer after this time, as it is.")
+    ] = None,
+    drain: Annotated[float, typer.Option(metavar="SECONDS", help="Let answers end at SIGTERM.")] = 10.0,
+    log_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Append a line for every request.")
+    ] = None,
+    tool_format: Annotated[str, typer.Option(help="Of tool calls; auto: by the chat template.")] = "auto",
+    reasoning_format: Annotated[str, typer.Option(help="Of reasoning; auto: by the chat template.")] = "auto",
     rules: RulesOption = None,
     set_: SetOption = None,
     dtype: DtypeOption = "float32",
     isa: IsaOption = "auto",
     threads: ThreadsOption = None,
 ) -> None:
-    """Serve a model to OpenAI clients: /v1/chat/completions, /v1/completions, /v1/models, /health."""
-    from hetero.server.serve import open_socket
+    """Serve a model to OpenAI and Anthropic clients, with a page at /."""
+    from hetero.server.safety import Policy, own_names, read_keys
+    from hetero.server.serve import Options, is_loopback, open_socket
+    from hetero.server.serve import serve as serve_model
+    from hetero.server.state import Limits
 
-    with open_socket(host, port, allow_remote) as listener:
-        from hetero.engine.generate import Engine
-        from hetero.server.serve import serve as serve_engine
+    keys = read_keys(api_key_file)
+    policy = Policy(keys=keys, origins=tuple(cors_origin or ()), body_bytes=max_body)
+    options = Options(
+        policy=policy,
+        limits=Limits(prompt_tokens=max_prompt_tokens, request_timeout_s=request_timeout),
+        slots=slots,
+        max_queue=max_queue,
+        context=ctx,
+        kv_tokens=kv_tokens,
+        prefix_cache=prefix_cache,
+        drain_s=drain,
+        log_file=log_file,
+        tool_format=tool_format,
+        reasoning_format=reasoning_format,
+    )
+    _, name = _folder(model)
+    with open_socket(host, port, allow_remote or bool(keys)) as listener:
+        if keys and not is_loopback(listener.getsockname()[0]):
+            # Under a key a foreign page that reaches the server by a rebound name still gets nothing.
+            policy = dataclasses.replace(policy, hosts=None)
+        else:
+            policy = dataclasses.replace(policy, hosts=own_names(host, allow_host or ()))
+        options = dataclasses.replace(options, policy=policy)
 
-        loaded = _load(model, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
-        shown = f"[{host}]" if ":" in host else host
-        terminal.note(f"serving {loaded.name} on http://{shown}:{listener.getsockname()[1]} (Ctrl-C stops)")
-        serve_engine(Engine(loaded.runnable), loaded.name, listener)
+        def load() -> Loaded:
+            return _load(model, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
+
+        serve_model(listener, name, load, options)
 
 
 def _load(

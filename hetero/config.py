@@ -31,6 +31,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("HETERO_THREADS", "physical cores of the affinity mask", "threads of the expert pool"),
     Variable("HETERO_CACHE", "$XDG_CACHE_HOME/hetero or ~/.cache/hetero", "folder of converted models"),
     Variable("HETERO_PREFILL_CHUNK", "512", "prompt tokens of one forward pass"),
+    Variable("HETERO_API_KEY", "none", "key that clients of the server must give"),
     Variable("HETERO_DEBUG", "0", "show the traceback of an unexpected error"),
 )
 

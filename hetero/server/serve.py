@@ -1,41 +1,102 @@
-"""Listening: the socket is taken before the model is loaded, so that a taken port fails at once."""
+"""The life of a server: listen, load, serve, drain, stop.
+
+The socket is taken before the model is loaded, so that a taken port fails at once, and answers while it
+loads: 503 "loading" instead of a connection that hangs for minutes. The main thread loads and waits for
+signals; HTTP runs on a second thread and the model on the scheduler's.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import ipaddress
+import os
 import signal
 import socket
-import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
-from hetero.core import InputError, MachineError
-from hetero.engine.generate import Engine
+from hetero.core import HeteroError, InputError, MachineError
+from hetero.engine.scheduler import Scheduler
+from hetero.server import connection, logs
 from hetero.server.app import create_app
+from hetero.server.safety import Policy
+from hetero.server.state import AppState, Limits
 
-# An answer in progress may end by itself for this long after the first signal; a second one stops at once.
-DRAIN_S = 10
-# Most time that a step, after which a stopped answer ends, is waited for.
-STEP_S = 20
+if TYPE_CHECKING:
+    from hetero.engine.load import Loaded
+
+# Most time that HTTP takes to send what is made and to close, seconds.
+CLOSE_S = 5
+# How often the main thread looks around while nothing happens, seconds.
+LOOK_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``hetero serve`` is told, beside the model and the address."""
+
+    policy: Policy = field(default_factory=Policy)
+    limits: Limits = field(default_factory=Limits)
+    slots: int = 8
+    max_queue: int = 64
+    context: int | None = None
+    kv_tokens: int | None = None
+    prefix_cache: bool = True
+    drain_s: float = 10.0
+    log_file: str | None = None
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
+
+    def __post_init__(self) -> None:
+        _at_least("--slots", self.slots, 1)
+        _at_least("--max-queue", self.max_queue, 0)
+        for name, value in (("--ctx", self.context), ("--kv-tokens", self.kv_tokens)):
+            if value is not None:
+                _at_least(name, value, 2)
+        if self.limits.prompt_tokens is not None:
+            _at_least("--max-prompt-tokens", self.limits.prompt_tokens, 1)
+        _at_least("--max-body", self.policy.body_bytes, 1024)
+        timeout = self.limits.request_timeout_s
+        if timeout is not None and not timeout > 0:
+            raise InputError(f"--request-timeout {timeout:g}: must be above 0")
+        if not 0 <= self.drain_s <= 3600:
+            raise InputError(f"--drain {self.drain_s:g}: must be from 0 to 3600")
+        if self.context and self.kv_tokens and self.context > self.kv_tokens:
+            raise InputError(
+                f"--ctx {self.context}: the KV cache holds {self.kv_tokens} tokens (--kv-tokens), so no "
+                "request could ever use that context"
+            )
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise InputError(f"{name} {value}: must be at least {least}")
 
 
 def open_socket(host: str, port: int, allow_remote: bool = False) -> socket.socket:
-    """A listening socket. Raises InputError for a host that others can reach without ``allow_remote`` or one
-    that is not this machine's, MachineError for a port that cannot be had."""
+    """A listening socket.
+
+    Raises InputError for a host that others can reach unless ``allow_remote``, or one that is not this
+    machine's, MachineError for a port that cannot be had.
+    """
     if not 0 <= port <= 65535:
         raise InputError(f"--port {port}: must be from 0 to 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
         raise InputError(f"--host {host}: not an address of this machine: {error}") from None
-    if not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback and not allow_remote:
+    if not is_loopback(str(address[0])) and not allow_remote:
         raise InputError(
             f"--host {host}: anyone who reaches this address could use the server, which asks for no key; "
-            "add --allow-remote if that is meant"
+            "give it one (--api-key-file FILE or HETERO_API_KEY), or add --allow-remote if that is meant"
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -52,35 +113,163 @@ def open_socket(host: str, port: int, allow_remote: bool = False) -> socket.sock
     return listener
 
 
-def serve(engine: Engine, name: str, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT, then let the running answer end within DRAIN_S."""
-    # uvicorn raises the signal again after its own shutdown; a finished server is a success.
-    signal.signal(signal.SIGTERM, _leave)
-    app = create_app(engine, name)
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        # Should come too late: it tears connections off, without a word to the client.
-        timeout_graceful_shutdown=DRAIN_S + STEP_S,
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches an address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+class HttpThread:
+    """uvicorn on a thread of its own; signals stay with the main thread."""
+
+    def __init__(self, state: AppState, policy: Policy, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            create_app(state, policy),
+            http=connection.BoundedProtocol,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            # A client could else write any address into X-Forwarded-For.
+            proxy_headers=False,
+            server_header=False,
+            h11_max_incomplete_event_size=connection.HEAD_BYTES,
+            timeout_graceful_shutdown=CLOSE_S,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listener]}, name="http", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Let the answers under way be sent, at most CLOSE_S, and stop."""
+        self._server.should_exit = True
+        self._thread.join(2 * CLOSE_S)
+
+
+def serve(listener: socket.socket, name: str, load: Callable[[], Loaded], options: Options) -> None:
+    """Serve the model that ``load`` gives until SIGTERM or SIGINT, then drain. Call it on the main thread.
+
+    Raises what ``load`` raises, and MachineError when HTTP has ended by itself.
+    """
+    logs.set_up(options.log_file)
+    state = AppState(
+        name, options.limits, tool_format=options.tool_format, reasoning_format=options.reasoning_format
     )
-    Server(config, app.state.stop).run(sockets=[listener])
+    http = HttpThread(state, options.policy, listener)
+    engine: Scheduler | None = None
+    try:
+        with _signals() as stop:
+            loaded = load()
+            stop.loading = False
+            engine = _start(loaded, options)
+            state.metrics.placed(_weights(loaded))
+            state.attach(engine)
+            host, port = listener.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            logs.say(f"serving {name} on http://{shown}:{port} (Ctrl-C stops)")
+            _wait(stop.asked, http, loaded.folder)
+            _drain(state, engine, options.drain_s)
+            # Before HTTP, so that clients of what is cut off read why.
+            engine.close()
+            http.close()
+    finally:
+        if engine is not None:
+            engine.close()
+        http.close()
+        logs.give_up_stderr()
 
 
-class Server(uvicorn.Server):
-    """Ends the answers that outlast the time to drain by an error that their clients can read."""
+def _start(loaded: Loaded, options: Options) -> Scheduler:
+    """A started scheduler. Raises InputError for a context that the model does not have."""
+    runnable = loaded.runnable
+    if options.context is not None:
+        if runnable.context is not None and options.context > runnable.context:
+            raise InputError(
+                f"--ctx {options.context}: the context of this model holds {runnable.context} tokens"
+            )
+        runnable = replace(runnable, context=options.context)
+    engine = Scheduler(
+        runnable,
+        slots=options.slots,
+        max_queue=options.max_queue,
+        kv_tokens=options.kv_tokens,
+        prefix_cache=options.prefix_cache,
+    )
+    engine.start()
+    return engine
 
-    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._stop = stop
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(DRAIN_S, self._stop)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            timer.cancel()
+def _weights(loaded: Loaded) -> dict[str, int]:
+    """Bytes of weights on each tier: experts in their arenas, the rest as torch's parameters."""
+    sizes = {"cpu": loaded.expert_bytes, "gpu": 0}
+    for weight in loaded.runnable.model.parameters():
+        sizes["cpu" if weight.device.type == "cpu" else "gpu"] += weight.numel() * weight.element_size()
+    return sizes
 
 
-def _leave(_: int, __: FrameType | None) -> None:
-    sys.exit(0)
+def _wait(asked: threading.Event, http: HttpThread, folder: Path) -> None:
+    """Until a signal comes."""
+    there = True
+    while not asked.wait(LOOK_S):
+        if not http.alive:
+            raise MachineError("the HTTP server has ended by itself; the log says why")
+        if there and not folder.exists():
+            there = False
+            logs.say(
+                f"hetero: {folder} is gone; the model stays in memory and is served on; a restart needs it"
+            )
+
+
+def _drain(state: AppState, engine: Scheduler, seconds: float) -> None:
+    """Take no more requests; those that were taken may end within ``seconds``."""
+    state.draining = True
+    engine.stop_accepting()
+    status = engine.status()
+    if status.running + status.waiting:
+        logs.say(
+            f"hetero: stopping; {status.running + status.waiting} requests may end within {seconds:g} s "
+            "(a second signal stops at once)"
+        )
+    end = time.monotonic() + seconds
+    while status.running + status.waiting and time.monotonic() < end:
+        time.sleep(0.05)
+        status = engine.status()
+
+
+@dataclass(slots=True)
+class _Stop:
+    """``asked`` is set by the first signal; ``loading`` makes it end the load instead."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+    loading: bool = True
+
+
+@contextmanager
+def _signals() -> Iterator[_Stop]:
+    """SIGTERM and SIGINT: the first asks for an orderly end, the second ends the process where it is."""
+    stop = _Stop()
+
+    def handler(number: int, _: FrameType | None) -> None:
+        if stop.asked.is_set():
+            logs.say("hetero: stopped at once")
+            os._exit(128 + number)
+        stop.asked.set()
+        if stop.loading:
+            raise StoppedError("stopped while the model was being loaded")
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+class StoppedError(HeteroError):
+    """A signal came before there was anything to drain."""
+
+    exit_code = 130

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from hetero.core import HeteroError, InputError
-from hetero.engine.request import Piece, Request, Result
+from hetero.engine.request import Piece, QueueFull, Request, Result
 from hetero.server.dialects import Dialect, choose
 from hetero.server.grammars import Grammars
 from hetero.server.metrics import Metrics
@@ -127,4 +127,8 @@ class AppState:
             watch(event)
             sink(event)
 
-        return self.engine.submit(request, observed)
+        try:
+            return self.engine.submit(request, observed)
+        except QueueFull:
+            self.metrics.rejected()
+            raise
