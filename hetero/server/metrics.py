@@ -143,6 +143,7 @@ class _EngineFigures(Collector):
                 now.prompt_tokens,
             ),
             "prefix_cache_hits": ("Prompt tokens that an earlier request had left.", now.prefix_hit_tokens),
+            "num_preemptions": ("Requests sent back to the queue for want of memory.", now.preemptions),
             "engine_steps": ("Steps of the model.", now.steps),
         }
         for name, (what, value) in gauges.items():

@@ -163,8 +163,7 @@ def serve(listener: socket.socket, name: str, load: Callable[[], Loaded], option
     engine: Scheduler | None = None
     try:
         with _signals() as stop:
-            loaded = load()
-            stop.loading = False
+            loaded = _loaded(load, stop)
             engine = _start(loaded, options)
             state.metrics.placed(_weights(loaded))
             state.attach(engine)
@@ -181,6 +180,16 @@ def serve(listener: socket.socket, name: str, load: Callable[[], Loaded], option
             engine.close()
         http.close()
         logs.give_up_stderr()
+
+
+def _loaded(load: Callable[[], Loaded], stop: _Stop) -> Loaded:
+    """What ``load`` gives. Raises StoppedError when a signal ends it."""
+    try:
+        return load()
+    except KeyboardInterrupt:
+        raise StoppedError("stopped while the model was being loaded") from None
+    finally:
+        stop.loading = False
 
 
 def _start(loaded: Loaded, options: Options) -> Scheduler:
@@ -259,7 +268,8 @@ def _signals() -> Iterator[_Stop]:
             os._exit(128 + number)
         stop.asked.set()
         if stop.loading:
-            raise StoppedError("stopped while the model was being loaded")
+            # No HeteroError: code that loads may take one for a fault of a file.
+            raise KeyboardInterrupt
 
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
