@@ -7,9 +7,39 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hetero.server.dialects import harmony
 from hetero.server.dialects.deltas import Parser, Reasoning, Tool
-from hetero.server.dialects.json_formats import HERMES_CLOSE, HERMES_OPEN, read_hermes
+from hetero.server.dialects.json_formats import (
+    DEEPSEEK,
+    HERMES_CLOSE,
+    HERMES_OPEN,
+    KIMI,
+    LLAMA_OPEN,
+    MISTRAL_ARGS,
+    MISTRAL_ID,
+    MISTRAL_OPEN,
+    Section,
+    read_hermes,
+    read_llama,
+    read_mistral,
+)
 from hetero.server.dialects.source import Running, Source, Steps
+from hetero.server.dialects.xml_formats import (
+    DSML,
+    GLM_KEY,
+    GLM_KEY_END,
+    GLM_VALUE,
+    GLM_VALUE_END,
+    MINIMAX,
+    QWEN_CLOSE,
+    QWEN_END,
+    QWEN_FUNCTION,
+    QWEN_OPEN,
+    read_glm,
+    read_qwen,
+)
+
+HARMONY = "harmony"
 
 Read = Callable[[Source, str, Mapping[str, Tool]], Steps[None]]
 
@@ -34,22 +64,43 @@ class ReasoningFormat:
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """``openers``: what begins a call (or several); ``read`` goes on from there. ``tags``: everything else
-    that may be a special token of the vocabulary."""
+    that may be a special token of the vocabulary. ``bare``: a ``{`` at the beginning is an opener as well."""
 
     openers: tuple[str, ...]
     tags: tuple[str, ...]
     read: Read
     new_id: Callable[[], str] = _call_id
+    bare: bool = False
+
+
+def _section(section: Section) -> ToolFormat:
+    """A section may be forgotten, and its calls stand alone."""
+    tags = (section.separator, section.call_end, section.end)
+    return ToolFormat((section.begin, section.call), tags, section.read)
 
 
 REASONING_FORMATS: dict[str, ReasoningFormat | None] = {
     "none": None,
     "think": ReasoningFormat("<think>", "</think>"),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    HARMONY: None,
 }
 
+_QWEN_TAGS = (QWEN_CLOSE, QWEN_END)
+_GLM_TAGS = (QWEN_CLOSE, GLM_KEY, GLM_KEY_END, GLM_VALUE, GLM_VALUE_END)
 TOOL_FORMATS: dict[str, ToolFormat | None] = {
     "none": None,
     "hermes": ToolFormat((HERMES_OPEN,), (HERMES_CLOSE,), read_hermes),
+    "qwen-xml": ToolFormat((QWEN_OPEN, QWEN_FUNCTION), _QWEN_TAGS, read_qwen),
+    "glm": ToolFormat((QWEN_OPEN,), _GLM_TAGS, read_glm),
+    "minimax": ToolFormat(MINIMAX.opens, MINIMAX.closes, MINIMAX.read),
+    "deepseek": _section(DEEPSEEK),
+    "dsml": ToolFormat(DSML.opens, (*DSML.closes, DSML.mark), DSML.read),
+    "kimi": _section(KIMI),
+    "mistral": ToolFormat((MISTRAL_OPEN,), (MISTRAL_ARGS, MISTRAL_ID), read_mistral, new_id=_short_id),
+    "llama": ToolFormat((LLAMA_OPEN,), (), read_llama, bare=True),
+    # Not a format of calls but of whole answers.
+    HARMONY: None,
 }
 
 
@@ -68,6 +119,8 @@ class Dialect:
     @property
     def tags(self) -> tuple[str, ...]:
         """Texts that the parser must see even where they are special tokens: see Tokenizer.special."""
+        if HARMONY in (self.tool_format, self.reasoning_format):
+            return harmony.TAGS
         tool, thinking = TOOL_FORMATS[self.tool_format], REASONING_FORMATS[self.reasoning_format]
         tags = () if thinking is None else (thinking.open, thinking.close)
         return tags if tool is None else (*tags, *tool.openers, *tool.tags)
@@ -77,6 +130,9 @@ class Dialect:
 
         Without ``tools`` nothing is a tool call, and tags of calls are text.
         """
+        if HARMONY in (self.tool_format, self.reasoning_format):
+            calls, thinks = bool(tools) and self.tool_format == HARMONY, self.reasoning_format == HARMONY
+            return Running(lambda src: harmony.read(src, calls=calls, thinking=thinks), _call_id)
         tool = TOOL_FORMATS[self.tool_format] if tools else None
         thinking = REASONING_FORMATS[self.reasoning_format]
         opened = self.thinking(prompt)
@@ -101,12 +157,23 @@ def _answer(
 ) -> Steps[None]:
     if thinking is not None:
         yield from _think(src, thinking, opened)
+    if tool is not None and tool.bare:
+        yield from _bare(src, tool, offered)
     openers = () if tool is None else tool.openers
     while (tag := (yield from src.until(openers, src.content))) is not None:
         assert tool is not None
         src.mark(tag)
         yield from tool.read(src, tag, offered)
     src.flush()
+
+
+def _bare(src: Source, tool: ToolFormat, offered: Mapping[str, Tool]) -> Steps[None]:
+    src.mark("")
+    yield from src.blank()
+    if src.rest.startswith("{"):
+        yield from tool.read(src, "", offered)
+    else:
+        src.give_back()
 
 
 def _think(src: Source, tags: ReasoningFormat, opened: bool) -> Steps[None]:

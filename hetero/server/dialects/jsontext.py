@@ -78,6 +78,30 @@ def _scalar(src: Source, put: Put) -> Steps[bool]:
     return some
 
 
+def arguments(src: Source, index: int, closers: Sequence[str]) -> Steps[str | None]:
+    """Read the arguments of a call that has begun, up to one of ``closers``, and end it.
+
+    Returns the closer, or None when the text ends first. What follows a whole value is delivered as content,
+    what follows a broken one as part of the arguments; none at all means that there are none.
+    """
+    parts: list[str] = []
+
+    def put(text: str) -> None:
+        parts.append(text)
+        src.args(index, text)
+
+    yield from src.blank()
+    whole = yield from value(src, put)
+    rest: list[str] = []
+    tag = yield from src.until(closers, rest.append if whole else put)
+    if tag is not None and not any(parts):
+        src.args(index, "{}")
+    src.end(index)
+    # A fence around the value is its package, not text.
+    src.content("".join(rest).strip().removesuffix("```").strip())
+    return tag
+
+
 def parsed(text: str) -> Any:
     """The value of a JSON text. Raises ValueError when it is none."""
     return json.loads(text, parse_constant=_no_constant)

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from hetero.core import InputError
-from hetero.server.dialects.dialect import REASONING_FORMATS, TOOL_FORMATS, Dialect
+from hetero.server.dialects.dialect import HARMONY, REASONING_FORMATS, TOOL_FORMATS, Dialect
 
 AUTO = "auto"
 
 # The first whose marks all stand in the template. Families share <tool_call>, so the special ones come first.
-_TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (("hermes", ("<tool_call>",)),)
-_REASONING_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (("think", ("</think>",)),)
+_TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (HARMONY, ("<|channel|>", "<|message|>")),
+    ("dsml", ("｜DSML｜",)),
+    ("deepseek", ("<｜tool▁calls▁begin｜>",)),
+    ("kimi", ("<|tool_calls_section_begin|>",)),
+    ("minimax", ("<minimax:tool_call>",)),
+    ("glm", ("<arg_key>", "<tool_call>")),
+    ("qwen-xml", ("<function=", "<parameter=")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("hermes", ("<tool_call>",)),
+    ("llama", ("<|python_tag|>",)),
+    ("llama", ("<|start_header_id|>", "tools", '"parameters"')),
+)
+_REASONING_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (HARMONY, ("<|channel|>", "<|message|>")),
+    ("mistral", ("[THINK]",)),
+    ("think", ("<think>",)),
+    ("think", ("</think>",)),
+)
 
 
 def choose(template: str, tool_format: str = AUTO, reasoning_format: str = AUTO) -> Dialect:
@@ -23,6 +40,14 @@ def choose(template: str, tool_format: str = AUTO, reasoning_format: str = AUTO)
         tool_format = _first(_TOOL_MARKS, template)
     if reasoning_format == AUTO:
         reasoning_format = _first(_REASONING_MARKS, template)
+    if HARMONY in (tool_format, reasoning_format) and not {tool_format, reasoning_format} <= {
+        HARMONY,
+        "none",
+    }:
+        raise InputError(
+            f"--tool-format {tool_format} --reasoning-format {reasoning_format}: harmony goes only with "
+            "harmony or none"
+        )
     return Dialect(tool_format, reasoning_format)
 
 

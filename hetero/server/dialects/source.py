@@ -52,6 +52,12 @@ class Source:
             self._marked.append(text)
         return text
 
+    def put_back(self, text: str) -> None:
+        """``text`` was consumed just now, and somebody else will want it."""
+        self.rest = text + self.rest
+        if self._marked is not None:
+            self._marked = ["".join(self._marked).removesuffix(text)]
+
     def more(self, count: int = 1) -> Steps[bool]:
         """Wait for ``count`` characters; False when the text ends before."""
         while len(self.rest) < count:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hetero.server.dialects import Dialect, ToolArgs
+from hetero.server.dialects import Dialect, ToolArgs, ToolStart
 from tests.server.dialects.harness import TOOLS, WEATHER, answer, read, run
 
 HERMES = Dialect("hermes", "think")
@@ -126,3 +126,115 @@ def test_cut_off_in_the_arguments() -> None:
 def test_ids_differ() -> None:
     deltas = run(HERMES, [ONE + ONE], tools=(WEATHER,))
     assert len(answer(deltas).calls) == 2
+
+
+DEEPSEEK = Dialect("deepseek", "think")
+BEGIN, CALL, SEP, CALL_END, END = (
+    f"<｜tool▁{what}｜>" for what in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+)
+
+
+def test_deepseek_v3_1() -> None:
+    text = f'Hm</think>I look.{BEGIN}{CALL}get_weather{SEP}{{"city": "Paris"}}{CALL_END}'
+    text += f'{CALL}get_weather{SEP}{{"city": "Rome"}}{CALL_END}{END}'
+    got = read(DEEPSEEK, text, prompt="<｜Assistant｜><think>")
+    assert (got.reasoning, got.content) == ("Hm", "I look.")
+    assert got.calls == [["get_weather", '{"city": "Paris"}'], ["get_weather", '{"city": "Rome"}']]
+
+
+def test_deepseek_v3_and_r1() -> None:
+    one = 'get_weather\n```json\n{"city": "%s"}\n```'
+    text = f"<think>Hm</think>\n\n{BEGIN}{CALL}function{SEP}{one % 'Paris'}{CALL_END}\n"
+    got = read(DEEPSEEK, text + f"{CALL}function{SEP}{one % 'Rome'}{CALL_END}{END}")
+    assert (got.reasoning, got.content) == ("Hm", "")
+    assert got.calls == [["get_weather", '{"city": "Paris"}'], ["get_weather", '{"city": "Rome"}']]
+
+
+def test_deepseek_without_a_section_or_an_end() -> None:
+    got = read(DEEPSEEK, f'{CALL}f{SEP}{{"a": 1}}')
+    assert got.calls == [["f", '{"a": 1}']]
+    got = read(DEEPSEEK, f"{BEGIN}{CALL}f{SEP}{CALL_END}{END}bye")
+    assert (got.calls, got.content) == ([["f", "{}"]], "bye")
+    for text in (
+        f"{BEGIN} but no call",
+        f"{CALL}no separator{CALL_END}",
+        f"{BEGIN}{CALL}f",
+        f"{CALL}{SEP}{CALL_END}",
+    ):
+        got = read(DEEPSEEK, text)
+        assert (got.calls, got.content) == ([], text)
+
+
+def test_deepseek_broken_arguments() -> None:
+    got = read(DEEPSEEK, f"{BEGIN}{CALL}f{SEP}{{'a': 1}}{CALL_END}{END}")
+    assert got.calls == [["f", "{'a': 1}"]]
+    got = read(DEEPSEEK, f"{BEGIN}{CALL}function{SEP}f\n```json\n[[\n```{CALL_END}{END}")
+    assert got.calls == [["f", "[[\n```"]]
+
+
+def test_kimi() -> None:
+    def call(number: int, city: str) -> str:
+        head = f"<|tool_call_begin|>functions.get_weather:{number}<|tool_call_argument_begin|>"
+        return f'{head}{{"city": "{city}"}}<|tool_call_end|>'
+
+    section = f"<|tool_calls_section_begin|>{call(0, 'Paris')}{call(1, 'Rome')}<|tool_calls_section_end|>"
+    kimi = Dialect("kimi", "none")
+    assert read(kimi, f"I look.{section}").calls == [
+        ["get_weather", '{"city": "Paris"}'],
+        ["get_weather", '{"city": "Rome"}'],
+    ]
+    starts = [delta for delta in run(kimi, [section]) if isinstance(delta, ToolStart)]
+    assert [start.id for start in starts] == ["functions.get_weather:0", "functions.get_weather:1"]
+
+
+MISTRAL = Dialect("mistral", "mistral")
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "a"}}, '
+        '{"name": "get_weather", "arguments": {"city": "b"}}]',
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "a"}[TOOL_CALLS]get_weather[ARGS]{"city": "b"}',
+        '[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{"city": "a"}[TOOL_CALLS]get_weather{"city": "b"}',
+    ],
+)
+def test_mistral(calls: str) -> None:
+    got = read(MISTRAL, f"[THINK]Hm.[/THINK]I look.{calls}")
+    assert (got.reasoning, got.content) == ("Hm.", "I look.")
+    assert got.calls == [["get_weather", '{"city": "a"}'], ["get_weather", '{"city": "b"}']]
+    ids = [delta.id for delta in run(MISTRAL, [calls]) if isinstance(delta, ToolStart)]
+    assert all(len(id_) == 9 and id_.isalnum() for id_ in ids)
+
+
+def test_mistral_broken() -> None:
+    got = read(MISTRAL, "[TOOL_CALLS]f[ARGS]{'a'}[TOOL_CALLS]g[ARGS]{}")
+    assert got.calls == [["f", "{'a'}"], ["g", "{}"]]
+    for text in ("[TOOL_CALLS]", "[TOOL_CALLS] a b\n", "[TOOL_CALLS][]", '[TOOL_CALLS][{"name": 3}]'):
+        assert (read(MISTRAL, text).calls, read(MISTRAL, text).content) == ([], text)
+
+
+LLAMA = Dialect("llama", "none")
+
+
+def test_llama() -> None:
+    one = '{"name": "get_weather", "parameters": {"city": "%s"}}'
+    for text in (one % "a", f"<|python_tag|>{one % 'a'}", f'\n{{"type": "function", {(one % "a")[1:]}'):
+        assert read(LLAMA, text).calls == [["get_weather", '{"city": "a"}']]
+    got = read(LLAMA, f"{one % 'a'}; {one % 'b'}")
+    assert [json.loads(args)["city"] for _, args in got.calls] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"answer": 42}',
+        '{"name": "Alice", "parameters": {}}',
+        'See {"name": "get_weather", "parameters": {}}',
+        "<|python_tag|>print(1)",
+        ' {"name": "get_weather"',
+    ],
+)
+def test_llama_json_that_is_no_call(text: str) -> None:
+    got = read(LLAMA, text)
+    assert (got.calls, got.content) == ([], text)
