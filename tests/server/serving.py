@@ -26,7 +26,7 @@ CONTEXT, VOCABULARY = 512, 300
 # The end of text: a random model draws it now and then, so most tests serve without.
 END = 2
 # What marks a model that writes Hermes calls, and one that thinks first.
-TOOL_TEMPLATE = "{% for t in tools %}{{ t | tojson }}<tool_call></tool_call>{% endfor %}" + TEMPLATE
+TOOL_TEMPLATE = "{% for t in tools or [] %}{{ t | tojson }}<tool_call></tool_call>{% endfor %}" + TEMPLATE
 THINK_TEMPLATE = TOOL_TEMPLATE + "{# </think> #}<think>\n"
 
 
