@@ -134,7 +134,7 @@ class Answer:
             self.reason = "stop"
             return Piece(token, "", score)
         text = self._words.feed(token)
-        if self._words.stopped or self._sampler.done:
+        if self._words.stop is not None or self._sampler.done:
             self.reason = "stop"
         elif len(self.tokens) >= self._limit:
             self.reason = "length"
@@ -160,6 +160,7 @@ class Answer:
             kernels=_difference(self._kernels, self._run.kernels()),
             seed=self._sampler.seed,
             prompt_logprobs=tuple(self._scored) if self.scores_prompt else None,
+            stop=self._words.stop,
         )
 
 
@@ -172,8 +173,9 @@ class _Words:
         self._shown: list[str] = []
 
     @property
-    def stopped(self) -> bool:
-        return self._matcher.matched is not None
+    def stop(self) -> str | None:
+        """The stop string that was found."""
+        return self._matcher.matched
 
     @property
     def text(self) -> str | None:
@@ -187,7 +189,7 @@ class _Words:
     def finish(self) -> str:
         if self._detokenizer is None:
             return ""
-        rest = "" if self.stopped else self._matcher.feed(self._detokenizer.finish())
+        rest = "" if self.stop is not None else self._matcher.feed(self._detokenizer.finish())
         return self._keep(rest + self._matcher.finish())
 
     def _keep(self, text: str) -> str:

@@ -92,7 +92,7 @@ class Result:
     ``text`` is the whole answer, or None without a tokenizer; ``tail`` is the part of it that no piece has
     shown yet. ``kernels``: name -> calls during this request. ``seed``: the one that repeats it.
     ``prompt_logprobs``: one a token of the prompt when the request asks for them; the first token, which
-    nothing precedes, has None.
+    nothing precedes, has None. ``stop``: the stop string that ended the answer.
     """
 
     token_ids: tuple[int, ...]
@@ -104,3 +104,4 @@ class Result:
     kernels: dict[str, int]
     seed: int
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    stop: str | None = None

@@ -37,7 +37,7 @@ def router(state: AppState) -> APIRouter:
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, http: HttpRequest) -> Response:
         check_model(state, body.model)
-        plan = await run_in_threadpool(_plan, state, body, client_of(http, body.user))
+        plan = await run_in_threadpool(plan_of, state, body, client_of(http, body.user))
         generations = begin(state, plan.requests)
         answer = _Answer(state, body, plan)
         if body.stream:
@@ -48,7 +48,7 @@ def router(state: AppState) -> APIRouter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class Plan:
     """What a call comes to: a request for each choice, and how their text is read."""
 
     requests: list[Request]
@@ -61,7 +61,7 @@ class _Plan:
         return Turn(self.dialect.parser(self.prompt, self.offer.offered), one_call=self.one_call)
 
 
-def _plan(state: AppState, body: ChatBody, client: str) -> _Plan:
+def plan_of(state: AppState, body: ChatBody, client: str) -> Plan:
     tokenizer = state.tokenizer
     if tokenizer is None:
         raise InputError("messages: this model has no tokenizer; use /v1/completions with token ids")
@@ -95,7 +95,7 @@ def _plan(state: AppState, body: ChatBody, client: str) -> _Plan:
         )
         for number in range(body.choices)
     ]
-    return _Plan(requests, prompt, wanted, dialect, one_call)
+    return Plan(requests, prompt, wanted, dialect, one_call)
 
 
 def _variables(body: ChatBody, template: str) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _held(state: AppState, body: ChatBody, prompt: str, wanted: Offer) -> tuple[
 class _Answer:
     """Bodies of one call."""
 
-    def __init__(self, state: AppState, body: ChatBody, plan: _Plan) -> None:
+    def __init__(self, state: AppState, body: ChatBody, plan: Plan) -> None:
         assert state.tokenizer is not None
         self._body, self._tokenizer = body, state.tokenizer
         self._turns = [plan.turn() for _ in plan.requests]
