@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from hetero import cli_launch, cli_profile, cli_rules, terminal
 from hetero.config import MAX_THREADS, debug, wait_passively
 from hetero.core import HeteroError, InputError
+from hetero.trace import check_writable, to_file
 
 if TYPE_CHECKING:
     from hetero.engine.load import Loaded
@@ -101,6 +102,10 @@ StopOption = Annotated[list[str] | None, typer.Option(help="End before this text
 # Stands in a request that is checked before there is a tokenizer.
 _ANY_PROMPT = (0,)
 
+TraceOption = Annotated[
+    str | None,
+    typer.Option("--trace", metavar="FILE", help="Write when what ran, for chrome://tracing and Perfetto."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")]
 
 
@@ -130,6 +135,7 @@ def run(
     max_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = 256,
     stop: StopOption = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
+    trace: TraceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer one prompt. A text goes through the model's chat template if it has one, unless --raw."""
@@ -143,6 +149,8 @@ def run(
     from hetero.engine.request import Request
     from hetero.engine.sample import SamplingParams
 
+    if trace is not None:
+        check_writable(Path(trace))
     sampling = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -159,11 +167,12 @@ def run(
     ids = given_ids if given_ids is not None else _prompt_ids(loaded, prompt or "", system, raw)
     request = dataclasses.replace(request, prompt=tuple(ids), ignore_eos=ignore_eos)
     engine = Engine(loaded.runnable)
-    if as_json:
-        typer.echo(terminal.result_json(loaded, engine.complete(request)))
-        return
-    result = terminal.stream_answer(engine, request)
-    terminal.note(terminal.summary(result))
+    with to_file(trace, terminal.note):
+        if as_json:
+            typer.echo(terminal.result_json(loaded, engine.complete(request)))
+            return
+        result = terminal.stream_answer(engine, request)
+        terminal.note(terminal.summary(result))
     if result.finish_reason == "cancelled":
         raise typer.Exit(130)
 
@@ -263,6 +272,7 @@ def serve(
     dtype: DtypeOption = "float32",
     isa: IsaOption = "auto",
     threads: ThreadsOption = None,
+    trace: TraceOption = None,
 ) -> None:
     """Serve a model to OpenAI and Anthropic clients, with a page at /."""
     from hetero.server.safety import Policy, own_names, read_keys
@@ -297,7 +307,8 @@ def serve(
         def load() -> Loaded:
             return _load(model, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
 
-        serve_model(listener, name, load, options)
+        with to_file(trace, terminal.note):
+            serve_model(listener, name, load, options)
 
 
 def _load(

@@ -21,7 +21,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,14 +250,14 @@ def summarise(steps: Sequence[Step]) -> Summary:
     )
 
 
-def chrome_trace(spans: Sequence[Span], process: str = "hetero") -> dict[str, Any]:
+def chrome_trace(spans: Sequence[Span], since: int = 0) -> dict[str, Any]:
     """The object that chrome://tracing and Perfetto read: a thread a lane, times in microseconds.
 
-    Holds the whole steps of ``spans``.
+    Holds the whole steps of ``spans``, which were asked from ``since``.
     """
-    steps = whole_steps(spans)
+    steps = whole_steps(spans, since)
     origin = steps[0].span.start if steps else 0
-    named = [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": process}}]
+    named = [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "hetero"}}]
     for place, lane in enumerate(LANES):
         named += [
             {"ph": "M", "name": "thread_name", "pid": 1, "tid": place, "args": {"name": lane}},
@@ -277,7 +277,7 @@ def chrome_trace(spans: Sequence[Span], process: str = "hetero") -> dict[str, An
         for step in steps
         for span in (step.span, *step.parts)
     ]
-    lost = spans[0].number if spans else 0
+    lost = spans[0].number - since if spans else 0
     return {
         "traceEvents": named + events,
         "displayTimeUnit": "ms",
@@ -306,9 +306,30 @@ def check_writable(path: Path) -> None:
         raise InputError(f"--trace {path}: cannot be written: {error.strerror}") from None
 
 
-def write(path: Path, spans: Sequence[Span], process: str = "hetero") -> None:
+def write(path: Path, spans: Sequence[Span], since: int = 0) -> None:
     """Raises InputError where the file cannot be written."""
     try:
-        path.write_text(json.dumps(chrome_trace(spans, process), separators=(",", ":")), encoding="utf-8")
+        path.write_text(json.dumps(chrome_trace(spans, since), separators=(",", ":")), encoding="utf-8")
     except OSError as error:
         raise InputError(f"--trace {path}: cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def to_file(path: str | None, tell: Callable[[str], None]) -> Iterator[None]:
+    """Record within it into ``path``, and ``tell`` in a line what was seen; without a path nothing happens.
+
+    The file is written after an error as well. Raises InputError where it cannot be, before anything runs.
+    """
+    if path is None:
+        yield
+        return
+    target = Path(path)
+    check_writable(target)
+    since = recorder.next_number() + 1
+    try:
+        with recorder.recording(LONG_CAPACITY):
+            yield
+    finally:
+        spans = recorder.spans(since)
+        write(target, spans, since)
+        tell(f"[trace: {summarise(whole_steps(spans, since)).line()}; {path} opens in ui.perfetto.dev]")

@@ -20,7 +20,9 @@ from hetero.trace import DENSE, EXPERTS, LANES, Step, clock, recorder, summarise
 
 # Rates are means over this, seconds.
 WINDOW_S = 2.5
-# Steps whose spans are told at once; more go by in a tick than anybody can see.
+# Shares are means over as many steps.
+MEAN_STEPS = 32
+# Steps whose spans are told; more go by than anybody can see.
 SHOWN_STEPS = 3
 # Spans of a step that are told: a model of 100 layers has 300.
 SHOWN_SPANS = 400
@@ -52,7 +54,7 @@ class Figures:
         self._moved = {"gpu": 0, "ram": 0, "pcie": 0}
         self._samples: deque[_Sample] = deque()
         self._steps: list[Step] = []
-        self._counted = -1
+        self._shown = self._counted = -1
         self._first_tokens = (0.0, 0.0)
         self._ttft_s: float | None = None
 
@@ -62,14 +64,15 @@ class Figures:
             "model": self._state.name,
             "context": self._state.engine.runnable.context,
             "lanes": LANES[1:],
+            "gpu": "cuda" in self._dense,
             "layers": len(self._experts),
             "cores": len(os.sched_getaffinity(0)),
         }
 
     def now(self) -> dict[str, Any]:
-        """All that does, besides the experts' use."""
+        """All that does, besides spans and the experts' use."""
         new = self._new_steps()
-        self._steps = [*self._steps, *new][-32:]
+        self._steps = [*self._steps, *new][-MEAN_STEPS:]
         status = self._state.engine.status()
         rates = self._rates(status.completion_tokens, status.prompt_tokens)
         shares = summarise(self._steps)
@@ -98,8 +101,15 @@ class Figures:
                 "dense": shares.share(shares.dense_s),
                 "pcie": shares.share(shares.pcie_s),
             },
-            "steps": [_told(step) for step in new[-SHOWN_STEPS:]],
         }
+
+    def steps(self) -> dict[str, Any] | None:
+        """Spans of the last steps that ``now`` has found; None when they are the same as before."""
+        shown = self._steps[-SHOWN_STEPS:]
+        if not shown or shown[-1].span.number == self._shown:
+            return None
+        self._shown = shown[-1].span.number
+        return {"steps": [_told(step) for step in shown]}
 
     def heat(self) -> dict[str, Any] | None:
         """Use of each expert since the start, 1000 being an even share of its layer; None when unchanged."""

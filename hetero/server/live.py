@@ -104,6 +104,8 @@ class Live:
                 self._tell("now", {"phase": self._state.phase})
             else:
                 self._tell("now", figures.now())
+                if (steps := figures.steps()) is not None:
+                    self._tell("steps", steps)
                 if tick % HEAT_TICKS == 0 and (heat := figures.heat()) is not None:
                     self._tell("heat", heat)
             self._wake()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from hetero import cli
 from hetero.engine.forward import Stepper
 from hetero.engine.load import load_model
 from hetero.model.demo import TEST_MODEL
@@ -141,3 +145,31 @@ def test_dense_bytes_leave_out_a_table_that_is_only_looked_up(model: Any) -> Non
     table = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is table
     assert dense_bytes(model) == {"cpu": total if tied else total - table.nbytes}
+
+
+def test_run_writes_a_trace_and_says_what_it_saw(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    words = [
+        str(TEST_MODEL),
+        "--prompt-ids",
+        "1,2,3",
+        "--max-tokens",
+        "5",
+        "--ignore-eos",
+        "--trace",
+        str(out),
+    ]
+    done = CliRunner().invoke(cli.app, ["run", *words])
+    assert done.exit_code == 0, done.output
+    assert "[trace: 5 steps, " in done.stderr
+    body = json.loads(out.read_text())
+    assert body["otherData"]["steps"] == 5
+    assert body["otherData"]["expert_bytes"] > 0
+    assert not recorder.active
+
+
+def test_trace_that_cannot_be_written_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    out = tmp_path / "none" / "out.json"
+    done = CliRunner().invoke(cli.app, ["run", "no/such/model", "-p", "x", "--trace", str(out)])
+    assert done.exit_code == 2
+    assert f"--trace {out}: cannot be written" in done.stderr

@@ -49,8 +49,8 @@ export function sparkline(canvas, values, most) {
 
 const KINDS = ["experts", "dense", "other"];
 
-// Steps beside each other, a lane a row. Their widths are their times.
-export function lanes(canvas, names, steps) {
+// Steps beside each other, a lane a row. Their widths are their times. `empty`: what an idle lane says.
+export function lanes(canvas, names, steps, empty) {
   const on = surface(canvas);
   if (!on) return;
   const { context, width, height } = on;
@@ -65,6 +65,7 @@ export function lanes(canvas, names, steps) {
     context.fillStyle = colour("soft");
     context.textAlign = "left";
     context.fillText({ gpu: "GPU", pcie: "PCIe", cpu: "CPU" }[name] ?? name, 0, row * (lane + 0.5));
+    if (empty[name]) context.fillText(empty[name], left, row * (lane + 0.5));
     context.fillStyle = colour("hair");
     context.fillRect(left, row * (lane + 1) - 1, width - left, 1);
   });

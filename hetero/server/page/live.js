@@ -5,7 +5,6 @@ import { cellAt, heat, lanes, sparkline } from "./charts.js";
 
 const TIERS = { gpu: "GPU memory", ram: "RAM", pcie: "PCIe", disk: "Disk" };
 const MINUTE = 150; // figures, at 0.4 seconds each
-const KEPT_STEPS = 6;
 const RETRY_MS = [1000, 2000, 4000, 8000];
 
 export class Live {
@@ -15,6 +14,7 @@ export class Live {
     this.onLink = onLink;
     this.onModel = onModel;
     this.lanes = ["gpu", "pcie", "cpu"];
+    this.empty = {};
     this.steps = [];
     this.rows = [];
     this.cell = null;
@@ -84,7 +84,11 @@ export class Live {
   take(event, body) {
     if (event === "fixed") {
       this.lanes = body.lanes;
+      this.empty = body.gpu ? {} : { gpu: "none in use", pcie: "no transfers" };
       this.onModel(body.model);
+    } else if (event === "steps") {
+      this.steps = body.steps;
+      this.drawSteps();
     } else if (event === "heat") {
       this.rows = body.rows;
       this.drawHeat();
@@ -119,13 +123,6 @@ export class Live {
     set("hit-rate", now.hit_rate === null ? "–" : `${(now.hit_rate * 100).toFixed(1)}%`);
     set("hit-note", now.hit_rate === null ? "no GPU cache" : "of experts, in GPU memory");
     this.speeds = [...this.speeds, now.tokens_s].slice(-MINUTE);
-    if (now.steps.length) {
-      this.steps = [...this.steps, ...now.steps].slice(-KEPT_STEPS);
-      // A long prompt would press all other steps into nothing.
-      while (this.steps.length > 1 && this.steps.at(-1).us * 20 < Math.max(...this.steps.map((step) => step.us))) {
-        this.steps.shift();
-      }
-    }
     const { shares } = now;
     if (shares.step_ms !== null) {
       const parts = [`${shares.step_ms.toFixed(1)} ms a step`, `CPU experts ${percent(shares.experts)}`, `dense ${percent(shares.dense)}`];
@@ -134,7 +131,7 @@ export class Live {
     }
     this.bytes(now.bytes_s);
     this.memory(now);
-    this.draw();
+    this.drawSpeeds();
   }
 
   bytes(rates) {
@@ -165,9 +162,17 @@ export class Live {
   }
 
   draw() {
-    sparkline(this.find("spark"), this.speeds, MINUTE);
-    lanes(this.find("lanes"), this.lanes, this.steps);
+    this.drawSpeeds();
+    this.drawSteps();
     this.drawHeat();
+  }
+
+  drawSpeeds() {
+    sparkline(this.find("spark"), this.speeds, MINUTE);
+  }
+
+  drawSteps() {
+    lanes(this.find("lanes"), this.lanes, this.steps, this.empty);
   }
 
   drawHeat() {
@@ -230,7 +235,7 @@ function bars(body, rows) {
   rows.forEach(({ name, value, share }, place) => {
     const [head, bar, text] = body.rows[place].cells;
     head.textContent = name;
-    bar.firstChild.style.width = `${(share * 100).toFixed(1)}%`;
+    bar.firstChild.style.width = share > 0 ? `max(1px, ${(share * 100).toFixed(1)}%)` : "0";
     text.textContent = value;
   });
 }
