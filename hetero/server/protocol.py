@@ -1,4 +1,4 @@
-"""What the bodies of both completion calls share. A field is honoured, or refused by its name: none is
+"""What the bodies of the calls share. A field is honoured, or refused by its name: none is
 silently dropped."""
 
 from __future__ import annotations
@@ -24,6 +24,27 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class Body(Strict):
+    """The whole body of a call."""
+
+    # Fields of the public API that are not served, each with the values that ask for nothing. Clients send
+    # those by themselves, so they pass.
+    neutral: ClassVar[Neutral] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, body: Any) -> Any:
+        if not isinstance(body, Mapping):
+            return body
+        kept = {}
+        for name, value in body.items():
+            if name not in cls.neutral:
+                kept[name] = value
+            elif not any(_same(value, neutral) for neutral in cls.neutral[name]):
+                raise InputError(f"{name}: not supported by this server; leave it out")
+        return kept
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
     # Padding against who measures the length of encrypted chunks.
@@ -37,12 +58,8 @@ class StreamOptions(Strict):
         return value
 
 
-class Sampling(Strict):
+class Sampling(Body):
     """Fields that both completion calls share; those beyond OpenAI's are named as elsewhere in the field."""
-
-    # Fields of the public API that are not served, each with the values that ask for nothing. Clients send
-    # those by themselves, so they pass.
-    neutral: ClassVar[Neutral] = {}
 
     model: str | None = None
     temperature: float | None = None
@@ -62,19 +79,6 @@ class Sampling(Strict):
     stream_options: StreamOptions | None = None
     # Names the end user to the operator of a service; here it takes turns with others in the queue.
     user: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, body: Any) -> Any:
-        if not isinstance(body, Mapping):
-            return body
-        kept = {}
-        for name, value in body.items():
-            if name not in cls.neutral:
-                kept[name] = value
-            elif not any(_same(value, neutral) for neutral in cls.neutral[name]):
-                raise InputError(f"{name}: not supported by this server; leave it out")
-        return kept
 
     @field_validator("stop")
     @classmethod
