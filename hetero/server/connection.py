@@ -14,8 +14,6 @@ HEAD_S = 10.0
 STALL_S = 30.0
 # Idle connections cost a descriptor each, and a process has 1024 of them by default.
 MOST = 512
-# Bytes of a request's head.
-HEAD_BYTES = 32 << 10
 
 
 class BoundedProtocol(H11Protocol):

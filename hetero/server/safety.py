@@ -31,6 +31,8 @@ KEY_VARIABLE = "HETERO_API_KEY"
 # A body arrives within this, seconds; one that trickles would hold its connection for ever.
 BODY_S = 60.0
 MIN_KEY = 8
+# Of a request's headers. HTTP's own bound holds only while they are incomplete.
+HEAD_BYTES = 32 << 10
 # A body beyond the limit is read on up to this many times the limit and thrown away: a client that still
 # writes when the connection closes never reads why.
 DISCARDED = 4
@@ -111,6 +113,8 @@ class Guard:
 
     async def _admit(self, scope: Scope, receive: Receive) -> Receive:
         """Raises RefusedError, else the receive that gives the body."""
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:
+            raise RefusedError(431, f"the headers are larger than {HEAD_BYTES} bytes")
         headers = Headers(scope=scope)
         self._check_host(headers.get("host"))
         self._check_origin(scope["method"], headers)

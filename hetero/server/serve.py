@@ -27,7 +27,7 @@ from hetero.core import HeteroError, InputError, MachineError
 from hetero.engine.scheduler import Scheduler
 from hetero.server import connection, logs
 from hetero.server.app import create_app
-from hetero.server.safety import Policy
+from hetero.server.safety import HEAD_BYTES, Policy
 from hetero.server.state import AppState, Limits
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class HttpThread:
             # A client could else write any address into X-Forwarded-For.
             proxy_headers=False,
             server_header=False,
-            h11_max_incomplete_event_size=connection.HEAD_BYTES,
+            h11_max_incomplete_event_size=HEAD_BYTES,
             timeout_graceful_shutdown=CLOSE_S,
         )
         self._server = uvicorn.Server(config)
