@@ -112,6 +112,9 @@ def _part(part: Any) -> str:
     return text
 
 
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
 class FunctionSpec(Strict):
     name: Name
     description: str | None = None
@@ -129,7 +132,7 @@ class Tool(Strict):
         function = {
             "name": spec.name,
             "description": spec.description or "",
-            "parameters": spec.parameters or {"type": "object", "properties": {}},
+            "parameters": spec.parameters or _NO_PARAMETERS,
         }
         return {"type": "function", "function": function}
 

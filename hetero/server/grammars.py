@@ -7,6 +7,7 @@ can hold to the schema of the arguments.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class _Rules:
         special = self._tag(tag)
         if special is not None:
             return f"{name}: TEXT {special}"
-        escaped = "".join(f"\\{char}" if not char.isalnum() and char != "_" else char for char in tag)
+        escaped = re.escape(tag).replace("/", "\\/")
         return f"{name}[lazy]: /(.|\\n)*{escaped}/"
 
 
