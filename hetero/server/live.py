@@ -66,7 +66,8 @@ class Live:
                     if number > sent:
                         yield line
                         sent = number
-                if self._state.draining or self._task.done():
+                # It ends when the server drains; nothing runs between its last words and its end.
+                if self._task.done():
                     return
                 await changed.wait()
         finally:
