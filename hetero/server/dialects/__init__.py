@@ -10,10 +10,11 @@ from hetero.server.dialects.deltas import (
     ToolEnd,
     ToolStart,
 )
-from hetero.server.dialects.dialect import REASONING_FORMATS, TOOL_FORMATS, Dialect
+from hetero.server.dialects.dialect import HARMONY, REASONING_FORMATS, TOOL_FORMATS, Dialect
 from hetero.server.dialects.select import choose
 
 __all__ = [
+    "HARMONY",
     "REASONING_FORMATS",
     "TOOL_FORMATS",
     "Content",

@@ -13,7 +13,8 @@ from hetero.server.dialects.deltas import Content, Reasoning
 from hetero.server.dialects.source import Put, Source, Steps
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+END = "<|end|>"
+_ENDS = (END, "<|call|>", "<|return|>")
 TAGS = (START, CHANNEL, MESSAGE, CONSTRAIN, *_ENDS)
 
 _TO = re.compile(r"\bto=([^\s<]+)")
