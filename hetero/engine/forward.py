@@ -1,4 +1,4 @@
-"""One step of a model: token ids in, logits of the last position out, the cache carried along.
+"""Steps of a model: token ids in, logits of the last position out, the caches carried along.
 
 The cache is whatever the model's own forward makes: pages of keys and values, sliding windows, recurrent and
 convolution states. The engine passes it on and never looks inside.
@@ -7,17 +7,28 @@ convolution states. The engine passes it on and never looks inside.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence as Many
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hetero.model.caches import copied, copyable, cuttable
+from hetero.model.rows import RowsModel, takes_rows
+
+# For so many rows a step, an expert computes the same for a row whatever the others are.
+MOST_ROWS = 16
+
 
 class Stepper:
-    """Runs one sequence through a causal language model of transformers' interface."""
+    """Runs sequences through a causal language model of transformers' interface.
 
-    def __init__(self, model: nn.Module) -> None:
+    ``rows``: make the model able to step several at once, where its type can; ``close`` gives it back.
+    """
+
+    def __init__(self, model: nn.Module, rows: bool = False) -> None:
         self._model = model
+        self._rows = RowsModel(model) if rows and takes_rows(model) else None
         accepted = inspect.signature(model.forward).parameters
         # A few recurrent families name their cache differently.
         self._cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
@@ -29,13 +40,38 @@ class Stepper:
         embedding = model.get_input_embeddings()  # type: ignore[operator]
         self._device = embedding.weight.device
 
+    @property
+    def together(self) -> bool:
+        """Whether ``advance`` runs sequences in one pass."""
+        return self._rows is not None
+
+    def close(self) -> None:
+        if self._rows is not None:
+            self._rows.release()
+            self._rows = None
+
     def start(self) -> Sequence:
         """A new, empty sequence."""
         return Sequence(self._model, self._fixed, self._last_only, self._cache_name, self._device)
 
+    def advance(self, sequences: Many[Sequence], tokens: Many[int]) -> Tensor:
+        """Logits [n, V] after one token for each of n <= MOST_ROWS sequences, n = 1 unless ``together``.
+
+        All of them must hold tokens. After an exception they are worth nothing. Under inference mode.
+        """
+        if len(sequences) == 1 or self._rows is None:
+            ((sequence, token),) = zip(sequences, tokens, strict=True)
+            return sequence.advance([token]).unsqueeze(0)
+        lengths = [sequence.length for sequence in sequences]
+        caches = [sequence.cache for sequence in sequences]
+        logits = self._rows.step(tokens, lengths, caches, **self._fixed, **self._last_only)
+        for sequence in sequences:
+            sequence.length += 1
+        return logits
+
 
 class Sequence:
-    """State of one sequence; dropping it frees its cache."""
+    """State of one sequence; dropping it frees its cache. ``length``: tokens that the cache holds."""
 
     def __init__(
         self,
@@ -47,7 +83,29 @@ class Sequence:
     ) -> None:
         self._model, self._fixed, self._last_only = model, fixed, last_only
         self._name, self._device = name, device
-        self._cache: Any = None
+        self.cache: Any = None
+        self.length = 0
+
+    @property
+    def keepable(self) -> bool:
+        """Whether other sequences may start from this one's cache."""
+        return copyable(self.cache)
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether they may start from a shorter beginning of it."""
+        return cuttable(self.cache)
+
+    def begin(self, cache: Any, held: int, used: int) -> None:
+        """Start from a copy of a cache that holds ``held`` tokens, with the first ``used`` of them."""
+        with torch.inference_mode():
+            self.cache = copied(cache, held - used)
+        self.length = used
+
+    def kept(self) -> Any:
+        """A copy of the cache."""
+        with torch.inference_mode():
+            return copied(self.cache)
 
     def advance(self, tokens: list[int]) -> Tensor:
         """Logits [V] after appending ``tokens`` [n >= 1]. Under inference mode."""
@@ -59,7 +117,8 @@ class Sequence:
 
     def _forward(self, tokens: list[int], keep: dict[str, Any]) -> Tensor:
         ids = torch.tensor([tokens], dtype=torch.long, device=self._device)
-        output = self._model(input_ids=ids, **{self._name: self._cache}, **self._fixed, **keep)
-        self._cache = output[self._name]
+        output = self._model(input_ids=ids, **{self._name: self.cache}, **self._fixed, **keep)
+        self.cache = output[self._name]
+        self.length += len(tokens)
         logits: Tensor = output.logits
         return logits[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,22 +21,26 @@ from torch import Tensor
 from hetero.config import settings
 from hetero.core import HeteroError, InputError
 from hetero.engine.answer import Answer, Runnable, check, clock
-from hetero.engine.forward import Sequence, Stepper
+from hetero.engine.forward import MOST_ROWS, Sequence, Stepper
 from hetero.engine.generate import read_chunk
+from hetero.engine.pace import Pace
 from hetero.engine.queue import FairQueue
 from hetero.engine.request import FinishReason, Piece, QueueFull, Request, Result
+from hetero.kv.prefix import BLOCK, Entry, PrefixStore, best, blocks, common
 
 log = logging.getLogger("hetero.engine")
 
 Sink = Callable[[Piece | Result | HeteroError], None]
 
-# Tokens of one block of memory.
-BLOCK = 16
 # Room for an answer to grow that a request needs to be admitted; without it, one would be let in only to be
 # sent back a few steps later.
 HEADROOM = 4 * BLOCK
 # Tokens for each slot when nothing says how much memory there is; a context beyond is the rare case.
 TOKENS_PER_SLOT = 32768
+# Sequences kept for reuse, for each slot, and the part of the memory that they may take.
+KEPT_PER_SLOT, KEPT_PART = 4, 4
+# Prompts whose tokens are remembered, to see where new ones fork from them.
+PROMPTS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,13 @@ class _Job:
         self.request, self.answer, self.sink, self.handle = request, answer, sink, handle
         self.until = None if request.deadline_s is None else clock() + request.deadline_s
         self.sequence: Sequence | None = None
-        self.read = 0  # tokens that the sequence holds
+        self.fork = 0  # where the prompt parts from an earlier one; 0 when that is of no use
+        self.began = clock()
+
+    @property
+    def read(self) -> int:
+        """Tokens that the sequence holds."""
+        return 0 if self.sequence is None else self.sequence.length
 
     @property
     def known(self) -> int:
@@ -113,11 +124,6 @@ class _Job:
         return "deadline" if self.until is not None and clock() >= self.until else None
 
 
-def blocks(tokens: int) -> int:
-    """``tokens`` rounded up to whole blocks."""
-    return -(-tokens // BLOCK) * BLOCK
-
-
 class Scheduler:
     """Continuous batching over slots; owns one thread; nothing else touches the model.
 
@@ -142,12 +148,16 @@ class Scheduler:
         if kv_tokens is not None and kv_tokens < BLOCK:
             raise InputError(f"kv_tokens={kv_tokens}: must be at least {BLOCK}")
         self.runnable = runnable
-        self._stepper = Stepper(runnable.model)
+        self._stepper = Stepper(runnable.model, rows=True)
         self._chunk = prefill_chunk or settings().prefill_chunk
         self._slots, self._max_queue = slots, max_queue
         each = TOKENS_PER_SLOT if runnable.context is None else runnable.context
         total = max(each, slots * min(each, TOKENS_PER_SLOT)) if kv_tokens is None else kv_tokens
         self._kv_total = blocks(total) if kv_tokens is None else total // BLOCK * BLOCK
+        self._store = PrefixStore(slots * KEPT_PER_SLOT, self._kv_total // KEPT_PART)
+        self._reuse = prefix_cache and not runnable.whole_prompt
+        self._pace = Pace(self._chunk)
+        self._prompts: deque[tuple[int, ...]] = deque(maxlen=PROMPTS)
         self._wake = threading.Condition()
         # What follows is changed under the condition's lock.
         self._queue: FairQueue[_Job] = FairQueue()
@@ -170,6 +180,7 @@ class Scheduler:
             self._thread.join()
         else:
             self._cancel_all()
+        self._stepper.close()
 
     def stop_accepting(self) -> None:
         """Refuse new requests; those that were accepted go on."""
@@ -218,7 +229,7 @@ class Scheduler:
                 running=len(self._running),
                 waiting=sum(not job.handle.cancelled for job in self._queue),
                 kv_tokens_used=self._used(),
-                kv_tokens_cached=0,
+                kv_tokens_cached=self._store.tokens,
                 kv_tokens_total=self._kv_total,
                 prefix_hit_tokens=self._hits,
                 prompt_tokens=self._prompt_tokens,
@@ -259,15 +270,28 @@ class Scheduler:
         self._make_room()
         self._admit()
         began = clock()
-        reader = next((job for job in self._running if job.reading), None)
+        writers = [job for job in self._running if not job.reading]
+        reader = self._next_reader()
         if reader is not None:
-            self._read(reader)
-        writers = [job for job in self._running if not job.reading and job is not reader]
-        self._advance(writers)
+            self._read(reader, beside=bool(writers))
+        if writers:
+            middle = clock()
+            self._advance(writers)
+            self._pace.made(clock() - middle)
         with self._wake:
             self._steps += 1
             self._batch = len(writers)
             self._step_s = clock() - began
+
+    def _next_reader(self) -> _Job | None:
+        """Whose prompt is read next: the oldest's and the one with least to read take turns.
+
+        So a short prompt does not wait for a long one, and short ones cannot keep a long one out for ever.
+        """
+        readers = [job for job in self._running if job.reading]
+        if not readers or self._steps % 2:
+            return min(readers, key=lambda job: job.known - job.read, default=None)
+        return readers[0]
 
     def _reap(self) -> None:
         """End what is cancelled or out of time, waiting or running."""
@@ -280,9 +304,10 @@ class Scheduler:
     def _make_room(self) -> None:
         """Send requests back to the queue, the last admitted first, until the others can go on."""
         with self._wake:
+            self._store.shrink(self._kv_total - self._used())
             while self._used() > self._kv_total:
                 job = self._running.pop()
-                job.sequence, job.read = None, 0
+                job.sequence = None
                 self._queue.push_front(job.request.client, job)
                 self._preemptions += 1
 
@@ -291,42 +316,98 @@ class Scheduler:
         with self._wake:
             while len(self._running) < self._slots and (job := self._queue.peek()) is not None:
                 wanted = job.held + (HEADROOM if self._running else 0)
-                if self._used() + wanted > self._kv_total:
+                room = self._kv_total - self._used() - wanted
+                if room < 0:
                     return
                 self._queue.pop()
                 self._running.append(job)
                 job.sequence = self._stepper.start()
-                if not job.answer.tokens:
-                    job.answer.begin()
+                job.began = clock()
+                found = self._store.find(job.tokens(0, job.known)) if self._store.tokens > room else None
+                self._store.shrink(room, spare=found[0] if found else None)
+                if self._store.tokens > room and found:
+                    # No room for both: what is kept becomes the sequence.
+                    self._start_from(job, *found)
+                    self._store.shrink(room)
 
-    def _read(self, job: _Job) -> None:
-        """Read the next piece of a prompt (and of what its answer had when it was sent back)."""
+    def _start_from(self, job: _Job, entry: Entry, used: int) -> None:
         assert job.sequence is not None
-        end = job.known if self.runnable.whole_prompt else min(job.read + self._chunk, job.known)
+        job.sequence.begin(entry.cache, len(entry.tokens), used)
+        if not job.answer.tokens:
+            job.answer.cached = used
+            self._hits += used
+
+    def _reuse_prefix(self, job: _Job) -> None:
+        """Begin with what is known of the prompt, of kept sequences and of running ones."""
+        tokens = tuple(job.tokens(0, job.known))
+        running = [
+            Entry(tuple(other.tokens(0, other.read)), other.sequence.cache, True)
+            for other in self._running
+            if other.sequence is not None and other.read and other.sequence.cuttable
+        ]
+        found = [each for each in (self._store.find(tokens), best(running, tokens)) if each is not None]
+        if found:
+            with self._wake:
+                self._start_from(job, *max(found, key=lambda each: each[1]))
+        prompt = job.request.prompt
+        job.fork = max((common(prompt, other) for other in self._prompts), default=0)
+        if prompt not in self._prompts:
+            self._prompts.append(prompt)
+
+    def _read(self, job: _Job, beside: bool) -> None:
+        """Read the next piece of a prompt (and of what its answer had when it was sent back)."""
+        piece = self._pace.piece() if beside else self._chunk
+        if self.runnable.whole_prompt:
+            piece = job.known
+        if not piece:
+            return
+        assert job.sequence is not None
+        began = clock()
+        if job.read == 0:
+            if not job.answer.tokens:
+                job.answer.begin()
+            if self._reuse and not job.answer.scores_prompt:
+                self._reuse_prefix(job)
+        start, end = job.read, min(job.read + piece, job.known)
+        if start < job.fork < end:
+            end = job.fork
         try:
-            logits = read_chunk(job.sequence, job.answer, job.read, job.tokens(job.read, end))
+            logits = read_chunk(job.sequence, job.answer, start, job.tokens(start, end))
         except Exception as error:
             self._fail(job, error)
             return
+        self._pace.read(end - start, clock() - began, beside)
         with self._wake:
-            self._prompt_tokens += end - job.read
-        job.read = end
+            self._prompt_tokens += end - start
+        if end == job.fork and self._reuse and not job.sequence.cuttable:
+            self._keep(job, job.sequence.kept())
         if end == job.known:
             job.answer.read()
             self._take(job, logits)
 
+    def _keep(self, job: _Job, cache: object) -> None:
+        """Let later requests begin with what this one's sequence holds."""
+        sequence = job.sequence
+        assert sequence is not None
+        with self._wake:
+            self._store.put(Entry(tuple(job.tokens(0, sequence.length)), cache, sequence.cuttable))
+            self._store.shrink(self._kv_total - self._used())
+
     def _advance(self, jobs: list[_Job]) -> None:
-        """One token of each."""
-        for job in jobs:
-            assert job.sequence is not None
+        """One token of each, in as few passes as can be."""
+        rows = MOST_ROWS if self._stepper.together else 1
+        for start in range(0, len(jobs), rows):
+            batch = jobs[start : start + rows]
+            sequences = [job.sequence for job in batch if job.sequence is not None]
             try:
                 with torch.inference_mode():
-                    logits = job.sequence.advance([job.answer.tokens[-1]])
+                    logits = self._stepper.advance(sequences, [job.answer.tokens[-1] for job in batch])
             except Exception as error:
-                self._fail(job, error)
+                for job in batch:
+                    self._fail(job, error)
                 continue
-            job.read += 1
-            self._take(job, logits)
+            for job, row in zip(batch, logits, strict=True):
+                self._take(job, row)
 
     def _take(self, job: _Job, logits: Tensor) -> None:
         """Draw a token, unless the answer has come to its end without one."""
@@ -337,6 +418,9 @@ class Scheduler:
                     self._made += 1
                 self._send(job, piece)
             if job.answer.reason is not None:
+                if self._reuse and job.sequence is not None and job.sequence.keepable:
+                    self._keep(job, job.sequence.cache)
+                self._service_s += 0.2 * (clock() - job.began - self._service_s)
                 self._end(job, job.answer.result())
         except Exception as error:
             self._fail(job, error)

@@ -9,7 +9,14 @@ from __future__ import annotations
 import os
 from typing import Any, TypeAlias
 
-from transformers import PreTrainedConfig, PreTrainedModel, logging
+from transformers import Cache, PreTrainedConfig, PreTrainedModel, logging
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
@@ -22,6 +29,9 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -30,6 +40,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 __all__ = [
+    "ALL_ATTENTION_FUNCTIONS",
+    "ALL_MASK_ATTENTION_FUNCTIONS",
     "CONFIG_MAPPING",
     "CONFIG_MAPPING_NAMES",
     "CONVERTER_ATTRIBUTES",
@@ -38,10 +50,17 @@ __all__ = [
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
     "MODEL_FOR_MULTIMODAL_LM_MAPPING",
+    "Cache",
+    "CacheLayerMixin",
     "Chunk",
     "Concatenate",
     "Config",
+    "DummyLayer",
+    "DynamicIndexedLayer",
+    "DynamicLayer",
+    "GradientCheckpointingLayer",
     "Interleave",
+    "LinearAttentionCacheLayerMixin",
     "MergeModulelist",
     "PreTrainedConfig",
     "PreTrainedModel",

@@ -18,10 +18,10 @@ def prompt(seed: int, size: int = 20) -> tuple[int, ...]:
 def test_answers_are_those_of_the_request_alone() -> None:
     run = runnable()
     requests = [Request(prompt(seed, 5 + 3 * seed), max_tokens=4 + seed) for seed in range(6)]
+    alone = [solo(run, request) for request in requests]
     with scheduler(run, slots=4) as engine:
         listeners = [submit(engine, request) for request in requests]
-        for request, listener in zip(requests, listeners, strict=True):
-            assert listener.result().token_ids == solo(run, request)
+        assert [listener.result().token_ids for listener in listeners] == alone
         status = engine.status()
     assert (status.running, status.waiting, status.kv_tokens_used) == (0, 0, 0)
     assert status.completion_tokens == sum(4 + seed for seed in range(6))

@@ -1,0 +1,1 @@
+"""What is kept of sequences: their beginnings, for requests that begin alike."""
