@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -22,6 +21,7 @@ from hetero.model.detokenize import (
     VisibleDetokenizer,
     unicode_bytes,
 )
+from hetero.model.template import RENDER_S, OverdueError, tighten_sandbox, time_limit
 
 # How vocabularies with a byte fallback write a byte that is no character.
 _SINGLE_BYTE = re.compile("<0x([0-9A-F]{2})>")
@@ -33,6 +33,8 @@ NO_TEMPLATE = (
     "has no chat template; give the prompt as it is (hetero run --raw -p TEXT, or /v1/completions), "
     "or put a chat_template.jinja into the folder"
 )
+
+tighten_sandbox()
 
 
 class Tokenizer:
@@ -96,14 +98,20 @@ class Tokenizer:
         if not self.has_template:
             raise InputError(f"{self._where} {NO_TEMPLATE}")
         try:
-            text = self._inner.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=None if not tools else [dict(tool) for tool in tools],
-                tokenize=False,
-                add_generation_prompt=True,
-                **variables,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            with time_limit():
+                text = self._inner.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=None if not tools else [dict(tool) for tool in tools],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **variables,
+                )
+        except OverdueError:
+            raise InputError(
+                f"the chat template of {self._where} does not come to an end within {RENDER_S:g} seconds"
+            ) from None
+        except Exception as error:
+            # Whatever it raises, memory and recursion included, is the template's affair.
             raise InputError(f"the chat template of {self._where} refuses these messages: {error}") from None
         return str(text)
 
@@ -214,7 +222,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
         # transformers raises whatever its parsers do; all of it means that the files are at fault.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"{folder}: the tokenizer cannot be read: {reason}") from None
-    return Tokenizer(inner, str(folder))
+    # Its name alone: what is wrong with a conversation is told to clients, who need not know our folders.
+    return Tokenizer(inner, folder.resolve().name)
 
 
 def _load(folder: Path) -> PreTrainedTokenizerBase:

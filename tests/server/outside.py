@@ -120,7 +120,7 @@ class Server:
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
-    def end(self, seconds: float = 30) -> int:
+    def end(self, seconds: float = 90) -> int:
         return self.process.wait(seconds)
 
     def __enter__(self) -> Server:
