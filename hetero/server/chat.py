@@ -20,14 +20,11 @@ from hetero.server.chat_protocol import ChatBody
 from hetero.server.dialects import Dialect
 from hetero.server.errors import told
 from hetero.server.generation import EventStream, Generation, begin, finished, merged
-from hetero.server.grammars import MAX_CALLS, Calls
+from hetero.server.grammars import MAX_CALLS, Calls, forced, writes_calls
 from hetero.server.models import check_model
 from hetero.server.state import AppState
 from hetero.server.tools import Offer, offer, schema_of
 from hetero.server.turns import Turn, client_of, finish_reason
-
-# The format in which the grammars write a forced call.
-FORCED = "hermes"
 
 
 def router(state: AppState) -> APIRouter:
@@ -117,7 +114,7 @@ def _held(state: AppState, body: ChatBody, prompt: str, wanted: Offer) -> tuple[
     """The grammar that the answer is held to, None for none; and the dialect in which it will be."""
     schema, field = schema_of(body)
     dialect, mode = state.dialect, wanted.mode
-    native = dialect.tool_format == FORCED
+    native = writes_calls(dialect)
     if mode != "required" and schema is None and not (native and wanted.strict):
         return None, dialect
     if mode == "auto" and not native:
@@ -127,7 +124,7 @@ def _held(state: AppState, body: ChatBody, prompt: str, wanted: Offer) -> tuple[
         )
     calls = None
     if wanted.tools:
-        dialect = Dialect(FORCED, dialect.reasoning_format)
+        dialect = forced(dialect)
         # A model that does not know the format does not know that another call may follow.
         most = MAX_CALLS if native and body.parallel_tool_calls is not False else 1
         calls = Calls(wanted.offered, mode == "required", most)

@@ -1,7 +1,7 @@
 """Grammars for the answers of one model: JSON, tool calls, each after the thinking if there is any.
 
-A forced call is written in the Hermes format, whatever the model's own is: its text is JSON, which a grammar
-can hold to the schema of the arguments.
+A forced call is written in the Hermes format, whatever the model's own is (but harmony): its text is JSON,
+which a grammar can hold to the schema of the arguments.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from hetero.core import InputError
 from hetero.engine.grammar import Grammar, GrammarCompiler
-from hetero.server.dialects import REASONING_FORMATS, Dialect, Tool
+from hetero.server.dialects import HARMONY, REASONING_FORMATS, Dialect, Tool, harmony
 
 if TYPE_CHECKING:
     from hetero.engine.answer import Runnable
 
+# The format of forced calls.
+FORCED = "hermes"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 # Calls of one answer that is held to calls; a model that knows no end would write them forever.
 MAX_CALLS = 16
@@ -32,6 +34,16 @@ class Calls:
     tools: Sequence[Tool]
     required: bool
     most: int = MAX_CALLS
+
+
+def writes_calls(dialect: Dialect) -> bool:
+    """Whether the model itself writes calls as the grammars force them, and so knows when to."""
+    return dialect.tool_format in (FORCED, HARMONY)
+
+
+def forced(dialect: Dialect) -> Dialect:
+    """The dialect of answers whose calls a grammar forces."""
+    return dialect if writes_calls(dialect) else Dialect(FORCED, dialect.reasoning_format)
 
 
 class Grammars:
@@ -61,16 +73,16 @@ class Grammars:
             document = compiler.json_schema(schema, field)
             if calls is None and dialect.reasoning_format == "none":
                 return document
-        rules = _Rules(self._tag)
-        start = rules.lead(field, dialect, prompt)
-        bodies = []
-        if schema is not None:
-            bodies.append(rules.json(schema))
+        for tool in () if calls is None else calls.tools:
+            compiler.json_schema(tool.parameters, f"tools: parameters of '{tool.name}'")
+        rules = (_HarmonyRules if HARMONY in (dialect.tool_format, dialect.reasoning_format) else _Rules)(
+            self._tag
+        )
+        lead = rules.lead(dialect, prompt)
+        bodies = [] if schema is None else [rules.document(schema)]
         if calls is not None:
-            for tool in calls.tools:
-                compiler.json_schema(tool.parameters, f"tools: parameters of '{tool.name}'")
             bodies.append(rules.calls(calls, free=schema is None and not calls.required))
-        return compiler.lark(rules.text(f"{start} ({' | '.join(bodies)})"), field)
+        return compiler.lark(rules.text(f"{lead} ({' | '.join(bodies)})"), field)
 
     def _tag(self, tag: str) -> str | None:
         """The name in a grammar of a tag that is a special token; None where it is plain text."""
@@ -108,19 +120,17 @@ class _Rules:
     def text(self, start: str) -> str:
         return "\n".join((f"start: {start}", *self._rules)) + "\n"
 
-    def lead(self, field: str, dialect: Dialect, prompt: str) -> str:
+    def lead(self, dialect: Dialect, prompt: str) -> str:
         """What may or must stand before the answer proper."""
-        if dialect.reasoning_format == "none":
-            return ""
         thinking = REASONING_FORMATS[dialect.reasoning_format]
         if thinking is None:
-            raise InputError(f"{field}: not supported with the reasoning format {dialect.reasoning_format}")
+            return ""
         self._rules.append(self._until("think", thinking.close))
         if dialect.thinking(prompt):
             return "think BLANK?"
         return f"(BLANK? {self._literal(thinking.open)} think BLANK?)?"
 
-    def json(self, schema: Mapping[str, Any]) -> str:
+    def document(self, schema: Mapping[str, Any]) -> str:
         self._rules.append(f"document: %json {_with_blanks(schema)}")
         return "document"
 
@@ -148,6 +158,36 @@ class _Rules:
             return f"{name}: TEXT {special}"
         escaped = re.escape(tag).replace("/", "\\/")
         return f"{name}[lazy]: /(.|\\n)*{escaped}/"
+
+
+class _HarmonyRules(_Rules):
+    """Answers in channels; a call is a message of its own, and the last of the answer."""
+
+    def lead(self, dialect: Dialect, prompt: str) -> str:
+        self._rules.append(self._until("thought", harmony.END))
+        self._rules.append(
+            f'think: {self._head("analysis")} thought {self._literal(harmony.START)} "assistant"'
+        )
+        return "think*"
+
+    def document(self, schema: Mapping[str, Any]) -> str:
+        return f"({self._head('final')} {super().document(schema)})"
+
+    def calls(self, calls: Calls, *, free: bool) -> str:
+        names = [f"call_{place}" for place in range(len(calls.tools))]
+        for name, tool in zip(names, calls.tools, strict=True):
+            to = json.dumps(f"commentary to=functions.{tool.name} ")
+            head = f'{self._literal(harmony.CHANNEL)} {to} {self._literal(harmony.CONSTRAIN)} "json"'
+            arguments = f"%json {_with_blanks(tool.parameters)}"
+            self._rules.append(f"{name}: {head} {self._literal(harmony.MESSAGE)} {arguments}")
+        alternatives = " | ".join(names)
+        if not free:
+            return f"({alternatives})"
+        self._rules.append(f"final: {self._head('final')} TEXT")
+        return f"({alternatives} | final)"
+
+    def _head(self, channel: str) -> str:
+        return f'{self._literal(harmony.CHANNEL)} "{channel}" {self._literal(harmony.MESSAGE)}'
 
 
 def _with_blanks(schema: Mapping[str, Any]) -> str:

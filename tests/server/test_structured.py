@@ -12,8 +12,10 @@ import torch
 
 from hetero.engine.answer import Answer
 from hetero.engine.request import Request
+from hetero.model.tokenizer import Tokenizer
 from hetero.server.dialects import Tool
 from hetero.server.grammars import Calls
+from tests.model.tiny import tiny_tokenizer
 from tests.server.serving import (
     CHAT,
     END,
@@ -393,3 +395,57 @@ def test_a_model_without_a_format_of_calls(plain: Served) -> None:
     assert error["param"] == "tools"
     assert "--tool-format" in error["message"]
     plain.post(CHAT, messages=ask(), tools=[WEATHER], tool_choice="none", max_tokens=2)
+
+
+def test_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In harmony's channels the document is the final message, and a call is a message of its own."""
+    inner = tiny_tokenizer("<|channel|><|message|>{% for m in messages %}{{ m.content }}{% endfor %}")
+    inner.eos_token = "<|pad|>"
+    think = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = (
+        '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "a", "days": 1}'
+    )
+    with serving(Tokenizer(inner, "here"), context=2048) as running:
+        dialect, encode = running.state.dialect, running.tokenizer.encode_rendered
+        assert dialect.tool_format == dialect.reasoning_format == "harmony"
+        offered = [Tool("get_weather", WEATHER["function"]["parameters"])]  # type: ignore[index]
+
+        def whole(text: str, document: bool, required: bool | None) -> bool:
+            matcher = running.state.grammars.answer(
+                "f",
+                dialect,
+                "",
+                {"type": "object"} if document else None,
+                None if required is None else Calls(offered, required),
+            ).matcher()
+            for token in encode(text):
+                if matcher.mask(torch.zeros(VOCABULARY))[token] != 0:
+                    return False
+                matcher.accept(token)
+            return bool(matcher.mask(torch.zeros(VOCABULARY))[0] == 0)
+
+        document = "<|channel|>final<|message|>{}"
+        for lead in ("", think, think + think):
+            assert whole(lead + document, True, None)
+            assert whole(lead + call, False, True)
+            assert whole(lead + call, True, False)
+            assert whole(lead + document, True, False)
+            assert whole(lead + "<|channel|>final<|message|>No {", False, False)
+        assert not whole(think, True, None)
+        assert not whole("{}", True, None)
+        assert not whole(document, False, True)
+        assert not whole(call.replace("days", "week"), False, True)
+
+        Script(running, monkeypatch, think + call, think + document)
+        options: dict[str, Any] = {"messages": ask(), "max_tokens": len(encode(think + call))}
+        choice = running.post(CHAT, **options, tools=[WEATHER], tool_choice="required")["choices"][0]
+        assert choice["message"]["reasoning_content"] == "hm"
+        function = choice["message"]["tool_calls"][0]["function"]
+        assert (function["name"], json.loads(function["arguments"])) == (
+            "get_weather",
+            {"city": "a", "days": 1},
+        )
+        options["max_tokens"] = len(encode(think + document))
+        wanted = {"type": "json_object"}
+        message = running.post(CHAT, **options, response_format=wanted)["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("hm", "{}")
