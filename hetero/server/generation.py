@@ -99,7 +99,7 @@ async def finished(http: HttpRequest, generations: Sequence[Generation], work: C
     Raises ClientLeftError when the client leaves first.
     """
     reading = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(http))
+    leaving = asyncio.ensure_future(_left(http.receive))
     try:
         await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not reading.done():
@@ -112,8 +112,8 @@ async def finished(http: HttpRequest, generations: Sequence[Generation], work: C
         leaving.cancel()
 
 
-async def _left(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
@@ -128,11 +128,20 @@ class EventStream(StreamingResponse):
         self._generations = tuple(generations)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The framework would notice only when it next sends, and a request that waits has nothing to send.
+        sending = asyncio.ensure_future(self.stream_response(send))
+        leaving = asyncio.ensure_future(_left(receive))
         try:
-            await super().__call__(scope, receive, send)
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for generation in self._generations:
                 generation.cancel()
+            sending.cancel()
+            leaving.cancel()
+            # A connection that is gone (OSError) is no error of ours.
+            for ended in await asyncio.gather(sending, leaving, return_exceptions=True):
+                if isinstance(ended, Exception) and not isinstance(ended, OSError):
+                    raise ended
 
 
 async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece | Result]]:
