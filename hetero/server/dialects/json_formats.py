@@ -26,7 +26,7 @@ def read_hermes(src: Source, _: str, __: Mapping[str, Tool]) -> Steps[None]:
     while found == "whole":
         rest: list[str] = []
         tag = yield from src.until(("{", HERMES_OPEN, HERMES_CLOSE), rest.append)
-        src.content("".join(rest).strip().strip(","))
+        src.stray(rest, (HERMES_CLOSE,))
         if tag in (None, HERMES_CLOSE):
             return
         src.mark("")

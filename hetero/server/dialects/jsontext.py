@@ -97,8 +97,7 @@ def arguments(src: Source, index: int, closers: Sequence[str]) -> Steps[str | No
     if tag is not None and not any(parts):
         src.args(index, "{}")
     src.end(index)
-    # A fence around the value is its package, not text.
-    src.content("".join(rest).strip().removesuffix("```").strip())
+    src.stray(rest, closers)
     return tag
 
 
@@ -218,7 +217,7 @@ class _Call:
         put = rest.append if self._complete else lambda text: self._src.args(index, text)
         yield from self._src.until(closers, put)
         self._src.end(index)
-        self._src.content("".join(rest).strip())
+        self._src.stray(rest, closers)
         return "broken"
 
 

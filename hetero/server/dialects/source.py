@@ -109,6 +109,14 @@ class Source:
         """Text for the user. White space waits until it is clear that no tag follows which swallows it."""
         self._say(Content, text)
 
+    def stray(self, parts: Sequence[str], closers: Sequence[str]) -> None:
+        """Text that stood between the tags of a call is content; a closing tag that is cut off is none."""
+        text = "".join(parts)
+        if self.ended and not self.rest:
+            text = text[: len(text) - pending(text, closers)]
+        # A fence around arguments is their package, a comma between two calls as well.
+        self.content(text.strip().removesuffix("```").strip(",").strip())
+
     def reasoning(self, text: str) -> None:
         self._say(Reasoning, text)
 

@@ -52,8 +52,13 @@ class Arguments:
         self._put(written(text, allowed))
         return True
 
-    def close(self) -> None:
-        self._put("}" if self._any else "{}")
+    def end(self, stray: Sequence[str], tag: str | None, closers: Sequence[str]) -> str | None:
+        """End the call, at ``tag`` or at the end of the text; what stood between its tags comes after it."""
+        if tag is not None:
+            self._put("}" if self._any else "{}")
+        self._src.end(self._index)
+        self._src.stray(stray, closers)
+        return tag
 
     def _put(self, text: str) -> None:
         self._src.args(self._index, text)
@@ -185,18 +190,7 @@ def _qwen_parameters(src: Source, index: int, tool: Tool | None) -> Steps[str | 
             break
         if not (yield from arguments.read("".join(key), _PARAMETER_END, trim=True)):
             break
-    return _ended(src, index, arguments, stray, tag if tag != _PARAMETER else None)
-
-
-def _ended(
-    src: Source, index: int, arguments: Arguments, stray: Sequence[str], tag: str | None
-) -> str | None:
-    """End a call; text that stood between its tags is delivered after it."""
-    if tag is not None:
-        arguments.close()
-    src.end(index)
-    src.content("".join(stray).strip())
-    return tag
+    return arguments.end(stray, tag if tag != _PARAMETER else None, (QWEN_END,))
 
 
 GLM_KEY, GLM_KEY_END, GLM_VALUE, GLM_VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
@@ -223,7 +217,7 @@ def read_glm(src: Source, _: str, offered: Mapping[str, Tool]) -> Steps[None]:
                 tag = None
                 break
             tag = yield from src.until((GLM_KEY, QWEN_CLOSE), stray.append)
-    _ended(src, index, arguments, stray, tag)
+    arguments.end(stray, tag, (QWEN_CLOSE,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +263,7 @@ class Invoke:
             string = None if says is None else says[1] == "true"
             if not (yield from arguments.read("".join(key), value_end, string=string)):
                 break
-        return _ended(src, index, arguments, stray, tag if tag != begin else None)
+        return arguments.end(stray, tag if tag != begin else None, (call_end,))
 
 
 MINIMAX = Invoke(("<minimax:tool_call>",), ("</minimax:tool_call>",))

@@ -123,6 +123,12 @@ def test_cut_off_in_the_arguments() -> None:
     assert got.calls == [["get_weather", '{"city": "Pa']]
 
 
+@pytest.mark.parametrize("size", range(len("</tool_call>")))
+def test_cut_off_in_the_closing_tag(size: int) -> None:
+    got = read(HERMES, ONE[: len(ONE) - size])
+    assert (got.content, got.calls) == ("", [["get_weather", '{"city": "Paris", "days": 3}']])
+
+
 def test_ids_differ() -> None:
     deltas = run(HERMES, [ONE + ONE], tools=(WEATHER,))
     assert len(answer(deltas).calls) == 2

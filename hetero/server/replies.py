@@ -1,0 +1,84 @@
+"""One answer as deltas, for the APIs that are put together from a chat: /v1/messages and /v1/responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from hetero.engine.request import Result
+from hetero.server.chat import Plan
+from hetero.server.dialects import Delta, ToolEnd, ToolStart
+from hetero.server.dialects.source import joined
+from hetero.server.generation import Generation
+
+
+class Reply:
+    """Reads one generation of a plan; ``called`` and ``result`` are there at its end."""
+
+    def __init__(self, plan: Plan, generation: Generation) -> None:
+        self._parser = plan.dialect.parser(plan.prompt, plan.offer.offered)
+        self._one_call = plan.one_call
+        self._generation = generation
+        self._open = False
+        self._over = False
+        self._calls = 0
+        self._result: Result | None = None
+
+    @property
+    def called(self) -> bool:
+        """There is a call, and none was cut off."""
+        return self._calls > 0 and not self._open
+
+    @property
+    def result(self) -> Result:
+        assert self._result is not None, "the reply has not ended"
+        return self._result
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """As they come; after the last, the result is there. Raises what ``Generation.events`` raises."""
+        async for event in self._generation.events():
+            if isinstance(event, Result):
+                self._result = event
+                ready = self._read(self._parser.feed(event.tail) + self._parser.finish(), at_end=True)
+            else:
+                ready = self._read(self._parser.feed(event.text)) if event.text else []
+            for delta in ready:
+                yield delta
+            if self._over:
+                self._generation.cancel()
+
+    def _read(self, deltas: list[Delta], *, at_end: bool = False) -> list[Delta]:
+        kept = []
+        cut = at_end and self.result.finish_reason in ("length", "deadline")
+        for delta in joined(deltas):
+            if self._over:
+                break
+            kept.append(delta)
+            if isinstance(delta, ToolStart):
+                self._calls += 1
+                self._open = True
+            elif isinstance(delta, ToolEnd):
+                # At the end of the text, a parser closes what was open.
+                self._open = cut
+                self._over = self._one_call
+        return kept
+
+
+def thinking_variables(template: str, on: bool | None, effort: str | None) -> dict[str, Any]:
+    """What tells a chat template to think, and how hard, as far as it has a setting for that."""
+    variables: dict[str, Any] = {}
+    if on is not None:
+        variables |= {name: on for name in ("enable_thinking", "thinking") if name in template}
+    if effort is not None and "reasoning_effort" in template:
+        variables["reasoning_effort"] = effort
+    return variables
+
+
+def object_of(arguments: str) -> dict[str, Any] | None:
+    """The object that a call's arguments are, None when they are none."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
