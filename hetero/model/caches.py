@@ -11,13 +11,15 @@ from hetero.model.hf import (
     Cache,
     CacheLayerMixin,
     DummyLayer,
+    DynamicCache,
     DynamicIndexedLayer,
     DynamicLayer,
     LinearAttentionCacheLayerMixin,
 )
 
 _PARTS = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, DummyLayer)
-# Exactly these: what derives from them adds state that has no beginning (windows, recurrences).
+# Exactly these, in exactly DynamicCache: what derives from them adds state that has no beginning (windows,
+# recurrences).
 _CUTTABLE = (DynamicLayer, DynamicIndexedLayer, DummyLayer)
 
 
@@ -28,7 +30,7 @@ def copyable(cache: Any) -> bool:
 
 def cuttable(cache: Any) -> bool:
     """Whether a shorter beginning can be had from the cache of a longer sequence."""
-    return copyable(cache) and all(type(layer) in _CUTTABLE for layer in cache.layers)
+    return type(cache) is DynamicCache and all(type(layer) in _CUTTABLE for layer in cache.layers)
 
 
 def copied(cache: Any, cut: int = 0) -> Any:

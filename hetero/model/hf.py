@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any, TypeAlias
 
-from transformers import Cache, PreTrainedConfig, PreTrainedModel, logging
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, logging
 from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
@@ -56,6 +56,7 @@ __all__ = [
     "Concatenate",
     "Config",
     "DummyLayer",
+    "DynamicCache",
     "DynamicIndexedLayer",
     "DynamicLayer",
     "GradientCheckpointingLayer",

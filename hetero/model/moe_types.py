@@ -32,9 +32,9 @@ WHOLE_PROMPT = frozenset({"jamba", "unlimited_ocr"})
 
 
 # Types whose forward in transformers cannot take one token of each of several sequences of different lengths
-# (``hetero.model.rows``): it keeps state of the whole sequence outside the modules that use it, or insists on
-# a cache of its own class. Their sequences take turns.
-APART = frozenset({"minimax", "qwen4_exp", "qwen4_exp_text"})
+# (``hetero.model.rows``): it keeps state of the whole sequence outside the modules that use it. Their
+# sequences take turns.
+APART = frozenset({"qwen4_exp", "qwen4_exp_text"})
 
 
 def refusal(model_type: str) -> str | None:

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -77,11 +78,15 @@ class RowsModel:
         The caches move on by their token. After an exception they are worth nothing. Under inference mode.
         """
         device = self._model.get_input_embeddings().weight.device  # type: ignore[operator]
+        kind: Hashable = type(caches[0])
         ids = torch.tensor(tokens, dtype=torch.long, device=device).unsqueeze(1)
         positions = torch.tensor(lengths, dtype=torch.long, device=device).unsqueeze(1)
         with self._interface():
             output = self._model(
-                input_ids=ids, position_ids=positions, past_key_values=_Rows(caches), **fixed
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=_rows_class(type(caches[0]))(caches),
+                **fixed,
             )
         logits: Tensor = output.logits
         return logits[:, -1]
@@ -127,7 +132,7 @@ class _Rows(Cache):  # type: ignore[misc]
     """The caches of the rows. What a module asks besides is answered by the first row's."""
 
     def __init__(self, caches: Sequence[Any]) -> None:
-        super().__init__(layers=caches[0].layers)
+        Cache.__init__(self, layers=caches[0].layers)
         self.caches = caches
 
     def update(
@@ -144,6 +149,12 @@ class _Rows(Cache):  # type: ignore[misc]
 
     update_conv_state = update_recurrent_state = update_indexer = _refuse
     get_conv_state = get_recurrent_state = crop = reset = reorder_cache = _refuse
+
+
+@cache
+def _rows_class(kind: Any) -> type[_Rows]:
+    """``_Rows`` for caches of this class, which some models insist on."""
+    return type("_RowsOfKind", (_Rows, kind), {})
 
 
 class _Ragged:
