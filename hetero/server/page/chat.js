@@ -5,6 +5,7 @@ import { copyText, show } from "./markdown.js";
 import { loadChat, saveChat } from "./store.js";
 
 const SAVE_MS = 500;
+const LEAVING_MS = 2000;
 const INTERRUPTED = "The page was reloaded before this answer ended.";
 
 // Messages: {role, content, reasoning?, note?, failure?}. `ui`: elements by name; `settings`: a function;
@@ -30,6 +31,9 @@ export class Chat {
     });
     ui.prompt.addEventListener("input", () => this.fit());
     ui.stop.addEventListener("click", () => this.stop());
+    // A page that is left breaks its own connections; that is no failure of the server.
+    this.left = -Infinity;
+    for (const event of ["beforeunload", "pagehide"]) addEventListener(event, () => (this.left = performance.now()));
     this.draw();
   }
 
@@ -102,7 +106,9 @@ export class Chat {
       mine.note = facts(usage, began, first, finish);
       this.say("The answer is complete");
     } catch (error) {
-      if (error.name === "AbortError") {
+      if (performance.now() - this.left < LEAVING_MS) {
+        mine.note = INTERRUPTED;
+      } else if (error.name === "AbortError") {
         mine.note = "Stopped.";
         this.say("Stopped");
       } else {

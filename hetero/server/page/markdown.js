@@ -2,8 +2,9 @@
 // parsed as HTML, and a link goes to http, https or mailto alone. Pictures become links: a page that loaded
 // them would tell their host what was said.
 
-const MARKS = { "**": "strong", "__": "strong", "*": "em", "_": "em", "~~": "s" };
+// How deep blocks, links and emphasis may nest; what goes deeper stays text.
 const DEPTH = 8;
+const OPENERS = 100;
 
 function make(tag, ...children) {
   const node = document.createElement(tag);
@@ -70,21 +71,23 @@ function split(lines, depth = 0) {
   }
 
   function list(first) {
+    const isSibling = (other) =>
+      other && other.ordered === first.ordered && other.indent >= first.indent && other.indent <= first.indent + 3;
     const items = [];
     let end = at;
     let loose = false;
     while (end < lines.length) {
       const next = item(lines[end]);
-      if (!next || next.indent > first.indent + 3 || next.ordered !== first.ordered || next.indent < first.indent) break;
+      if (!isSibling(next)) break;
       const body = [next.text];
       end += 1;
       while (end < lines.length) {
         const indent = /^\s*/.exec(lines[end])[0].length;
         if (!lines[end].trim()) {
           const after = lines[end + 1] ?? "";
-          const more = item(after);
-          if (!(/^\s*/.exec(after)[0].length >= next.width && after.trim()) && !(more && more.indent === first.indent)) break;
-          loose ||= true;
+          const within = after.trim() && /^\s*/.exec(after)[0].length >= next.width;
+          if (!within && !isSibling(item(after))) break;
+          loose = true;
           body.push("");
         } else if (indent >= next.width) {
           body.push(lines[end].slice(next.width));
@@ -198,63 +201,126 @@ export async function copyText(text, button) {
 
 // Text within a block to nodes.
 function inline(text, depth = 0) {
-  const nodes = [];
-  let plain = "";
+  const out = new Spans();
   let at = 0;
-  const flush = () => {
-    if (plain) nodes.push(document.createTextNode(plain));
-    plain = "";
-  };
-  const add = (node, length) => {
-    flush();
-    nodes.push(node);
-    at += length;
-  };
   while (at < text.length) {
     const char = text[at];
     if (char === "\\" && /[!-/:-@[-`{-~]/.test(text[at + 1] ?? "")) {
-      plain += text[at + 1];
+      out.text(text[at + 1]);
       at += 2;
     } else if (char === "`") {
       const marks = run(text, at, "`");
       const end = closingTicks(text, at + marks, marks);
       if (end < 0) {
-        plain += text.slice(at, at + marks);
+        out.text(text.slice(at, at + marks));
         at += marks;
       } else {
         const code = text.slice(at + marks, end).replaceAll("\n", " ");
         const padded = code.startsWith(" ") && code.endsWith(" ") && code.trim();
-        add(make("code", padded ? code.slice(1, -1) : code), end + marks - at);
+        out.node(make("code", padded ? code.slice(1, -1) : code));
+        at = end + marks;
       }
     } else if ((char === "[" || (char === "!" && text[at + 1] === "[")) && depth < DEPTH) {
       const found = link(text, at + (char === "!" ? 1 : 0), depth);
-      if (found) add(found.node, found.end - at);
-      else plain += text[at++];
+      if (found) out.node(found.node);
+      else out.text(char);
+      at = found ? found.end : at + 1;
     } else if (char === "<" || char === "h") {
-      const found = /^<((?:https?:\/\/|mailto:)[^\s<>]+)>/.exec(text.slice(at, at + 2000))
-        ?? (/\w/.test(text[at - 1] ?? "") ? null : /^(https?:\/\/[^\s<>()[\]"'`]*[^\s<>()[\]"'`.,;:!?*_~])/.exec(text.slice(at, at + 2000)));
+      const found = address(text, at);
       const node = found && anchor(found[1], [document.createTextNode(found[1])]);
-      if (node) add(node, found[0].length);
-      else plain += text[at++];
-    } else if ("*_~".includes(char) && depth < DEPTH) {
-      const found = emphasis(text, at);
-      if (found) add(make(found.tag, ...inline(found.text, depth + 1)), found.length);
-      else {
-        const length = run(text, at, char);
-        plain += text.slice(at, at + length);
-        at += length;
-      }
+      if (node) out.node(node);
+      else out.text(char);
+      at += node ? found[0].length : 1;
+    } else if (char === "*" || char === "_" || char === "~") {
+      const count = run(text, at, char);
+      out.marks(char, count, text[at - 1] ?? " ", text[at + count] ?? " ");
+      at += count;
     } else if (char === "\n") {
-      flush();
-      nodes.push(make("br"));
+      out.node(make("br"));
       at += 1;
     } else {
-      plain += char;
+      out.text(char);
       at += 1;
     }
   }
-  flush();
-  return nodes;
+  return out.nodes;
+}
+
+// <address>, or one that stands bare in the text.
+function address(text, at) {
+  const rest = text.slice(at, at + 2000);
+  if (rest[0] === "<") return /^<((?:https?:\/\/|mailto:)[^\s<>]+)>/.exec(rest);
+  if (/\w/.test(text[at - 1] ?? "")) return null;
+  return /^(https?:\/\/[^\s<>()[\]"'`]*[^\s<>()[\]"'`.,;:!?*_~])/.exec(rest);
+}
+
+// Nodes in a row, and emphasis among them by CommonMark's rules, except that marks next to punctuation may
+// open and close as well: Chinese and Japanese need that. Each mark is looked at once, so time is linear.
+class Spans {
+  nodes = [];
+  openers = [];
+  // Kind of closing mark -> how many openers are known not to fit it.
+  hopeless = new Map();
+
+  text(text) {
+    const last = this.nodes.at(-1);
+    if (last?.nodeType === Node.TEXT_NODE && last !== this.openers.at(-1)?.node) last.data += text;
+    else this.nodes.push(document.createTextNode(text));
+  }
+
+  node(node) {
+    this.nodes.push(node);
+  }
+
+  marks(char, count, before, after) {
+    const word = /[\p{L}\p{N}_]/u;
+    // Underscores within words are part of names.
+    const within = char === "_" && word.test(before) && word.test(after);
+    const open = !/\s/.test(after) && !within;
+    const close = !/\s/.test(before) && !within;
+    let left = count;
+    while (close && left) {
+      const place = this.opener(char, left, count, open);
+      if (place < 0) break;
+      left -= this.wrap(place, left);
+    }
+    if (!left) return;
+    const node = document.createTextNode(char.repeat(left));
+    this.nodes.push(node);
+    if (open && this.openers.length < OPENERS) {
+      this.openers.push({ char, count, left, close, node, place: this.nodes.length - 1 });
+    }
+  }
+
+  // Place of the opener that a closing run fits, or -1.
+  opener(char, left, count, open) {
+    const kind = `${char}${open}${count % 3}${left > 1}`;
+    const least = this.hopeless.get(kind) ?? 0;
+    for (let place = this.openers.length - 1; place >= least; place -= 1) {
+      const each = this.openers[place];
+      if (each.char !== char) continue;
+      if (char === "~" && (each.left < 2 || left < 2)) continue;
+      const odd = (each.close || open) && (each.count + count) % 3 === 0 && each.count % 3 !== 0;
+      if (!odd) return place;
+    }
+    this.hopeless.set(kind, this.openers.length);
+    return -1;
+  }
+
+  // What follows the opener becomes one element; returns how many marks that takes.
+  wrap(place, left) {
+    const opener = this.openers[place];
+    const size = Math.min(opener.left, left, 2);
+    const tag = opener.char === "~" ? "s" : size === 2 ? "strong" : "em";
+    const node = make(tag, ...this.nodes.splice(opener.place + 1));
+    opener.left -= size;
+    opener.node.data = opener.char.repeat(opener.left);
+    if (!opener.left) this.nodes.pop();
+    this.openers.length = opener.left ? place + 1 : place;
+    for (const [kind, least] of this.hopeless) this.hopeless.set(kind, Math.min(least, this.openers.length));
+    this.nodes.push(node);
+    return size;
+  }
 }
 
 function run(text, at, char) {
@@ -270,23 +336,6 @@ function closingTicks(text, from, marks) {
     at += length;
   }
   return -1;
-}
-
-function emphasis(text, at) {
-  for (const length of [2, 1]) {
-    const mark = text.slice(at, at + length);
-    const tag = MARKS[mark];
-    if (!tag || /\s/.test(text[at + length] ?? " ")) continue;
-    // Underscores within words are part of names.
-    if (mark[0] === "_" && /\w/.test(text[at - 1] ?? "")) continue;
-    for (let end = text.indexOf(mark, at + length + 1); end > 0; end = text.indexOf(mark, end + length)) {
-      const single = length === 1 && (text[end + 1] === mark || text[end - 1] === mark);
-      const open = /\s/.test(text[end - 1]) || single || (mark[0] === "_" && /\w/.test(text[end + length] ?? ""));
-      if (!open) return { tag, text: text.slice(at + length, end), length: end + length - at };
-      if (single) end += 1;
-    }
-  }
-  return null;
 }
 
 // [words](address), `at` on the bracket.
