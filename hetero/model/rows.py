@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -78,14 +77,14 @@ class RowsModel:
         The caches move on by their token. After an exception they are worth nothing. Under inference mode.
         """
         device = self._model.get_input_embeddings().weight.device  # type: ignore[operator]
-        kind: Hashable = type(caches[0])
         ids = torch.tensor(tokens, dtype=torch.long, device=device).unsqueeze(1)
         positions = torch.tensor(lengths, dtype=torch.long, device=device).unsqueeze(1)
+        rows = _class_for(caches[0])(caches)
         with self._interface():
             output = self._model(
                 input_ids=ids,
                 position_ids=positions,
-                past_key_values=_rows_class(type(caches[0]))(caches),
+                past_key_values=rows,
                 **fixed,
             )
         logits: Tensor = output.logits
@@ -151,10 +150,15 @@ class _Rows(Cache):  # type: ignore[misc]
     get_conv_state = get_recurrent_state = crop = reset = reorder_cache = _refuse
 
 
-@cache
-def _rows_class(kind: Any) -> type[_Rows]:
-    """``_Rows`` for caches of this class, which some models insist on."""
-    return type("_RowsOfKind", (_Rows, kind), {})
+_CLASSES: dict[type, type[_Rows]] = {}
+
+
+def _class_for(cache: Any) -> type[_Rows]:
+    """``_Rows`` that derives from the class of the rows' caches, which some models insist on."""
+    kind = type(cache)
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(f"_RowsOf{kind.__name__}", (_Rows, kind), {})
+    return _CLASSES[kind]
 
 
 class _Ragged:
