@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hetero.server import chat, completions, messages, models, operations, page_routes
+from hetero.server import chat, completions, messages, models, operations, page_routes, responses
 from hetero.server.errors import add_error_handlers
 from hetero.server.safety import Guard, Policy
 from hetero.server.state import AppState
@@ -21,7 +21,7 @@ def create_app(state: AppState, policy: Policy | None = None) -> FastAPI:
     """The application that serves ``state``, whose model may be attached later, under ``policy``."""
     policy = policy or Policy()
     app = FastAPI(title="hetero", docs_url=None, redoc_url=None)
-    for part in (operations, models, completions, chat, messages, page_routes):
+    for part in (operations, models, completions, chat, messages, responses, page_routes):
         app.include_router(part.router(state))
     add_error_handlers(app)
     # The last one added sees a request first.

@@ -8,13 +8,16 @@ from typing import Any
 
 from hetero.engine.request import Result
 from hetero.server.chat import Plan
-from hetero.server.dialects import Delta, ToolEnd, ToolStart
+from hetero.server.dialects import Delta, Reasoning, ToolEnd, ToolStart
 from hetero.server.dialects.source import joined
 from hetero.server.generation import Generation
 
 
 class Reply:
-    """Reads one generation of a plan; ``called`` and ``result`` are there at its end."""
+    """Reads one generation of a plan; ``called`` and ``result`` are there at its end.
+
+    ``thinking_tokens``: up to the last of the thinking.
+    """
 
     def __init__(self, plan: Plan, generation: Generation) -> None:
         self._parser = plan.dialect.parser(plan.prompt, plan.offer.offered)
@@ -24,6 +27,8 @@ class Reply:
         self._over = False
         self._calls = 0
         self._result: Result | None = None
+        self._read_tokens = 0
+        self.thinking_tokens = 0
 
     @property
     def called(self) -> bool:
@@ -42,6 +47,7 @@ class Reply:
                 self._result = event
                 ready = self._read(self._parser.feed(event.tail) + self._parser.finish(), at_end=True)
             else:
+                self._read_tokens += 1
                 ready = self._read(self._parser.feed(event.text)) if event.text else []
             for delta in ready:
                 yield delta
@@ -55,6 +61,8 @@ class Reply:
             if self._over:
                 break
             kept.append(delta)
+            if isinstance(delta, Reasoning):
+                self.thinking_tokens = self._read_tokens
             if isinstance(delta, ToolStart):
                 self._calls += 1
                 self._open = True
