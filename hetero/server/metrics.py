@@ -70,6 +70,10 @@ class Metrics:
         """Take the engine's own figures from ``status`` whenever they are asked for."""
         self.registry.register(_EngineFigures(status))
 
+    def read(self, experts: Callable[[], Mapping[str, tuple[int, int]]]) -> None:
+        """Take (experts read, their bytes) of each tier from ``experts`` whenever they are asked for."""
+        self.registry.register(_ExpertFigures(experts))
+
     def placed(self, bytes_of: Mapping[str, int]) -> None:
         """Tell the bytes of weights on each tier."""
         for tier, size in bytes_of.items():
@@ -111,6 +115,23 @@ class Metrics:
     def text(self) -> bytes:
         """The exposition, for a scraper."""
         return generate_latest(self.registry)
+
+
+class _ExpertFigures(Collector):
+    """What steps have read of routed experts, by where these lie."""
+
+    def __init__(self, experts: Callable[[], Mapping[str, tuple[int, int]]]) -> None:
+        self._experts = experts
+
+    def collect(self) -> Iterator[Metric]:
+        what = "Experts that steps have read, each once a step."
+        reads = CounterMetricFamily("hetero:expert_reads", what, labels=["tier"])
+        size = CounterMetricFamily("hetero:expert_read_bytes", "Bytes of these.", labels=["tier"])
+        for tier, (count, nbytes) in self._experts().items():
+            reads.add_metric([tier], count)
+            size.add_metric([tier], nbytes)
+        yield reads
+        yield size
 
 
 class _EngineFigures(Collector):

@@ -25,8 +25,10 @@ import uvicorn
 
 from hetero.core import HeteroError, InputError, MachineError
 from hetero.engine.scheduler import Scheduler
+from hetero.ops.experts import CpuExpertsOp
 from hetero.server import connection, logs
 from hetero.server.app import create_app
+from hetero.server.dialects import choose
 from hetero.server.safety import HEAD_BYTES, Policy
 from hetero.server.state import AppState, Limits
 
@@ -56,6 +58,8 @@ class Options:
     reasoning_format: str = "auto"
 
     def __post_init__(self) -> None:
+        # Tells names that there are not.
+        choose("", self.tool_format, self.reasoning_format)
         _at_least("--slots", self.slots, 1)
         _at_least("--max-queue", self.max_queue, 0)
         for name, value in (("--ctx", self.context), ("--kv-tokens", self.kv_tokens)):
@@ -166,6 +170,7 @@ def serve(listener: socket.socket, name: str, load: Callable[[], Loaded], option
             loaded = _loaded(load, stop)
             engine = _start(loaded, options)
             state.metrics.placed(_weights(loaded))
+            state.metrics.read(_expert_reads(loaded))
             state.attach(engine)
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
@@ -218,6 +223,18 @@ def _weights(loaded: Loaded) -> dict[str, int]:
     for weight in loaded.runnable.model.parameters():
         sizes["cpu" if weight.device.type == "cpu" else "gpu"] += weight.numel() * weight.element_size()
     return sizes
+
+
+def _expert_reads(loaded: Loaded) -> Callable[[], dict[str, tuple[int, int]]]:
+    """What asks all operators how many experts, and bytes of them, steps have read."""
+    operators = [op for op in loaded.runnable.model.modules() if isinstance(op, CpuExpertsOp)]
+
+    def now() -> dict[str, tuple[int, int]]:
+        reads = [op.use.snapshot().reads for op in operators]
+        each = [op.backend.nbytes // op.spec.num_experts for op in operators]
+        return {"cpu": (sum(reads), sum(n * size for n, size in zip(reads, each, strict=True)))}
+
+    return now
 
 
 def _wait(asked: threading.Event, http: HttpThread, folder: Path) -> None:

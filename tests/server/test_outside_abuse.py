@@ -342,6 +342,7 @@ def test_metrics_tell_what_happened(server: Server) -> None:
         "num_requests_running",
         "num_requests_waiting",
         "kv_cache_usage_perc",
+        'expert_read_bytes_total{tier="cpu"}',
         "prompt_tokens_total",
         "prefix_cache_queries_total",
         "prefix_cache_hits_total",

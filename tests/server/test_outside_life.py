@@ -187,6 +187,7 @@ def test_port_in_use() -> None:
     ("options", "words"),
     [
         (("--host", "0.0.0.0"), "--allow-remote"),
+        (("--tool-format", "smoke-signals"), "--tool-format smoke-signals: must be one of auto, "),
         (("--slots", "0"), "--slots 0: must be at least 1"),
         (("--ctx", "5000"), "--ctx 5000: the context of this model holds 1024 tokens"),
         (("--ctx", "512", "--kv-tokens", "256"), "--ctx 512: the KV cache holds 256 tokens"),
