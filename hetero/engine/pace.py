@@ -47,8 +47,15 @@ class Pace:
         self._credit_s = min(self._credit_s + seconds, 0.0)
 
     def _expected(self, size: int) -> float:
-        """Seconds of a piece; of a size never read, in proportion to the next smaller, which is too much."""
-        known = max((bucket for bucket in self._piece_s if bucket <= size), default=None)
-        if known is None:
+        """Seconds of a piece; of a size never read, by the line through the two largest below it."""
+        below = sorted(bucket for bucket in self._piece_s if bucket <= size)
+        if not below:
             return float("inf")
-        return self._piece_s[known] * (size / known)
+        last = below[-1]
+        seconds = self._piece_s[last]
+        if last == size:
+            return seconds
+        if len(below) == 1:
+            return seconds * (size / last)  # as if nothing were fixed: too much
+        each = (seconds - self._piece_s[below[-2]]) / (last - below[-2])
+        return seconds + max(each, 0.0) * (size - last)

@@ -105,8 +105,8 @@ class _Job:
         return self.read == 0 or self.known - self.read > 1 or not self.answer.tokens
 
     @property
-    def held(self) -> int:
-        """Tokens of the blocks that it needs to go on."""
+    def needs(self) -> int:
+        """Tokens of the blocks that it must have to go on."""
         return blocks(self.known)
 
     def tokens(self, start: int, end: int) -> list[int]:
@@ -228,7 +228,7 @@ class Scheduler:
                 slots=self._slots,
                 running=len(self._running),
                 waiting=sum(not job.handle.cancelled for job in self._queue),
-                kv_tokens_used=self._used(),
+                kv_tokens_used=sum(blocks(job.read) for job in self._running),
                 kv_tokens_cached=self._store.tokens,
                 kv_tokens_total=self._kv_total,
                 prefix_hit_tokens=self._hits,
@@ -244,8 +244,8 @@ class Scheduler:
         with self._wake:
             self._wake.notify()
 
-    def _used(self) -> int:
-        return sum(job.held for job in self._running)
+    def _needed(self) -> int:
+        return sum(job.needs for job in self._running)
 
     # From here on: the engine's thread alone.
 
@@ -257,7 +257,7 @@ class Scheduler:
                 if self._closing:
                     break
             try:
-                self._step()
+                self.step()
             except Exception:
                 # A defect of the scheduler itself must not end the thread that all later requests need.
                 log.exception("a step failed")
@@ -265,7 +265,8 @@ class Scheduler:
                     self._end(job, HeteroError("internal error"))
         self._cancel_all()
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """One step; the engine's thread calls it for as long as there is work. Tests call it by hand."""
         self._reap()
         self._make_room()
         self._admit()
@@ -304,8 +305,8 @@ class Scheduler:
     def _make_room(self) -> None:
         """Send requests back to the queue, the last admitted first, until the others can go on."""
         with self._wake:
-            self._store.shrink(self._kv_total - self._used())
-            while self._used() > self._kv_total:
+            self._store.shrink(self._kv_total - self._needed())
+            while self._needed() > self._kv_total:
                 job = self._running.pop()
                 job.sequence = None
                 self._queue.push_front(job.request.client, job)
@@ -315,8 +316,8 @@ class Scheduler:
         """Give free slots to waiting requests, as far as there is memory."""
         with self._wake:
             while len(self._running) < self._slots and (job := self._queue.peek()) is not None:
-                wanted = job.held + (HEADROOM if self._running else 0)
-                room = self._kv_total - self._used() - wanted
+                wanted = job.needs + (HEADROOM if self._running else 0)
+                room = self._kv_total - self._needed() - wanted
                 if room < 0:
                     return
                 self._queue.pop()
@@ -345,10 +346,11 @@ class Scheduler:
             for other in self._running
             if other.sequence is not None and other.read and other.sequence.cuttable
         ]
-        found = [each for each in (self._store.find(tokens), best(running, tokens)) if each is not None]
-        if found:
-            with self._wake:
-                self._start_from(job, *max(found, key=lambda each: each[1]))
+        with self._wake:
+            known = (self._store.find(tokens), best(running, tokens))
+            found = max((each for each in known if each is not None), key=lambda each: each[1], default=None)
+            if found is not None:
+                self._start_from(job, *found)
         prompt = job.request.prompt
         job.fork = max((common(prompt, other) for other in self._prompts), default=0)
         if prompt not in self._prompts:
@@ -369,7 +371,7 @@ class Scheduler:
             if self._reuse and not job.answer.scores_prompt:
                 self._reuse_prefix(job)
         start, end = job.read, min(job.read + piece, job.known)
-        if start < job.fork < end:
+        if start < job.fork < end and not job.sequence.cuttable:
             end = job.fork
         try:
             logits = read_chunk(job.sequence, job.answer, start, job.tokens(start, end))
@@ -391,7 +393,7 @@ class Scheduler:
         assert sequence is not None
         with self._wake:
             self._store.put(Entry(tuple(job.tokens(0, sequence.length)), cache, sequence.cuttable))
-            self._store.shrink(self._kv_total - self._used())
+            self._store.shrink(self._kv_total - self._needed())
 
     def _advance(self, jobs: list[_Job]) -> None:
         """One token of each, in as few passes as can be."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from hetero.core import HeteroError
 from hetero.engine.generate import Engine, Runnable
 from hetero.engine.request import Piece, Request, Result
-from hetero.engine.scheduler import Handle, Scheduler
+from hetero.engine.scheduler import Scheduler
 from tests.model.tiny import tiny
 
 VOCABULARY = 96
+
+
+_ends = itertools.count()
 
 
 class Listener:
@@ -22,7 +26,8 @@ class Listener:
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
         self.end: Result | HeteroError | None = None
-        self.handle: Handle | None = None
+        self.handle: Any = None  # set by submit
+        self.order = 0  # of its end among all ends
         self._ended = threading.Event()
 
     def __call__(self, event: Piece | Result | HeteroError) -> None:
@@ -30,7 +35,7 @@ class Listener:
         if isinstance(event, Piece):
             self.pieces.append(event)
             return
-        self.end = event
+        self.end, self.order = event, next(_ends)
         self._ended.set()
 
     def wait(self) -> Result | HeteroError:
@@ -68,3 +73,40 @@ def submit(engine: Scheduler, request: Request) -> Listener:
 def solo(run: Runnable, request: Request) -> tuple[int, ...]:
     """The tokens of the request alone on the engine of ``hetero run``."""
     return Engine(run).complete(request).token_ids
+
+
+def prompt(seed: int, size: int = 20) -> tuple[int, ...]:
+    """Token ids that differ from seed to seed."""
+    return tuple((seed * 31 + place * (7 + seed)) % 90 + 3 for place in range(size))
+
+
+class Passes:
+    """Shapes [rows, tokens] of the model's forward passes; ``before`` and ``after`` may interfere."""
+
+    def __init__(self, model: Any) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        self.before: Callable[[tuple[int, int]], None] = lambda shape: None
+        self.after: Callable[[Any], None] = lambda output: None
+        self._hooks = [
+            model.register_forward_pre_hook(self._see, with_kwargs=True),
+            model.register_forward_hook(lambda module, args, output: self.after(output)),
+        ]
+
+    def _see(self, module: Any, args: Any, kwargs: Any) -> None:
+        shape = tuple(kwargs["input_ids"].shape)
+        self.shapes.append(shape)
+        self.before(shape)
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def drive(engine: Scheduler, most: int = 2000) -> int:
+    """Step by hand until nothing runs or waits; the number of steps."""
+    for step in range(most):
+        status = engine.status()
+        if not status.running and not status.waiting:
+            return step
+        engine.step()
+    raise AssertionError(f"not done after {most} steps")
