@@ -125,18 +125,18 @@ def test_a_conversation_with_tools(
     for got in (whole, streamed):
         thinking, said, first, second = got.output
         assert (thinking.type, said.type, got.output_text) == ("reasoning", "message", "I look.")
-        assert thinking.content[0].text == "Hm."  # type: ignore[union-attr, index]
-        assert json.loads(first.arguments) == {"city": "Paris", "days": 1}  # type: ignore[union-attr]
-        assert json.loads(second.arguments) == {"city": "Rome", "days": 2}  # type: ignore[union-attr]
+        assert thinking.content[0].text == "Hm."
+        assert json.loads(first.arguments) == {"city": "Paris", "days": 1}
+        assert json.loads(second.arguments) == {"city": "Rome", "days": 2}
     history: list[Any] = [{"role": "user", "content": "the whale"}]
     history += [item.model_dump(exclude_none=True) for item in whole.output]
     # A client may keep of the thinking only what is sealed.
     assert history[1].pop("content")
     history += [
-        {"type": "function_call_output", "call_id": whole.output[2].call_id, "output": "sun"},  # type: ignore[union-attr]
+        {"type": "function_call_output", "call_id": whole.output[2].call_id, "output": "sun"},
         {
             "type": "function_call_output",
-            "call_id": whole.output[3].call_id,  # type: ignore[union-attr]
+            "call_id": whole.output[3].call_id,
             "output": [{"type": "input_text", "text": "rain"}],
         },
     ]
@@ -169,11 +169,11 @@ def test_forced_calls_by_the_real_model(blunt: Served, choice: Any) -> None:
         temperature=0,
     )
     assert [item.type for item in got.output] == ["function_call"]
-    assert got.output[0].name == "get_weather"  # type: ignore[union-attr]
+    assert got.output[0].name == "get_weather"
     if got.status == "completed":
-        assert set(json.loads(got.output[0].arguments)) == {"city", "days"}  # type: ignore[union-attr]
+        assert set(json.loads(got.output[0].arguments)) == {"city", "days"}
     else:
-        assert got.output[0].status == "incomplete"  # type: ignore[union-attr]
+        assert got.output[0].status == "incomplete"
 
 
 def test_json_schema_and_object(blunt: Served) -> None:
@@ -192,7 +192,7 @@ def test_json_schema_and_object(blunt: Served) -> None:
     )
     assert set(json.loads(got.output_text)) == {"ok"}
     assert got.text is not None
-    assert got.text.format.type == "json_schema"  # type: ignore[union-attr]
+    assert got.text.format.type == "json_schema"
     got = client.responses.create(
         model="tiny",
         input="the whale",
@@ -210,7 +210,7 @@ def test_cut_off(served: Served, client: openai.OpenAI, monkeypatch: pytest.Monk
     assert got.status == "incomplete"
     assert got.incomplete_details is not None
     assert got.incomplete_details.reason == "max_output_tokens"
-    assert [item.status for item in got.output] == ["completed", "incomplete"]  # type: ignore[union-attr]
+    assert [item.status for item in got.output] == ["completed", "incomplete"]
     last = raw_events(served, **options)[-1]
     assert last["type"] == "response.incomplete"
     assert last["response"]["output"][1]["status"] == "incomplete"
