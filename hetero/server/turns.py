@@ -8,12 +8,13 @@ from fastapi import Request as HttpRequest
 
 from hetero.engine.request import Result
 from hetero.server.dialects import Content, Delta, Parser, Reasoning, ToolArgs, ToolEnd, ToolStart
+from hetero.server.safety import caller
 
 
 def client_of(http: HttpRequest, user: str | None) -> str:
     """Who takes turns with others in the queue."""
-    host = http.client.host if http.client else ""
-    return f"{host}/{user}" if user else host
+    who = caller(http.headers, http.client.host if http.client else "")
+    return f"{who}/{user}" if user else who
 
 
 def finish_reason(result: Result, *, called: bool = False) -> str:
