@@ -275,8 +275,8 @@ def serve(
     trace: TraceOption = None,
 ) -> None:
     """Serve a model to OpenAI and Anthropic clients, with a page at /."""
+    from hetero.server.options import Options, is_loopback, open_socket
     from hetero.server.safety import Policy, own_names, read_keys
-    from hetero.server.serve import Options, is_loopback, open_socket
     from hetero.server.serve import serve as serve_model
     from hetero.server.state import Limits
 
@@ -295,7 +295,7 @@ def serve(
         tool_format=tool_format,
         reasoning_format=reasoning_format,
     )
-    _, name = _folder(model)
+    folder, name = _folder(model)
     with open_socket(host, port, allow_remote or bool(keys)) as listener:
         if keys and not is_loopback(listener.getsockname()[0]):
             # Under a key a foreign page that reaches the server by a rebound name still gets nothing.
@@ -305,7 +305,7 @@ def serve(
         options = dataclasses.replace(options, policy=policy)
 
         def load() -> Loaded:
-            return _load(model, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
+            return _load_folder(folder, name, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
 
         with to_file(trace, terminal.note):
             serve_model(listener, name, load, options)
@@ -314,12 +314,25 @@ def serve(
 def _load(
     model: str | None, *, rules: str | None, sets: list[str] | None, dtype: str, isa: str, threads: int | None
 ) -> Loaded:
+    folder, name = _folder(model)
+    return _load_folder(folder, name, rules=rules, sets=sets, dtype=dtype, isa=isa, threads=threads)
+
+
+def _load_folder(
+    folder: Path,
+    name: str,
+    *,
+    rules: str | None,
+    sets: list[str] | None,
+    dtype: str,
+    isa: str,
+    threads: int | None,
+) -> Loaded:
     from hetero.rules.variables import parse_set
 
     overrides = parse_set(sets or [])
     if threads is not None and not 1 <= threads <= MAX_THREADS:
         raise InputError(f"--threads {threads}: must be from 1 to {MAX_THREADS}")
-    folder, name = _folder(model)
 
     from hetero.engine.load import load_model
     from hetero.model import hf

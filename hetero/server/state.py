@@ -132,3 +132,10 @@ class AppState:
         except QueueFull:
             self.metrics.rejected()
             raise
+        except InputError:
+            raise
+        except HeteroError:
+            # It came between the two steps by which a server begins to drain.
+            if self.draining:
+                raise NotReadyError("the server is shutting down") from None
+            raise
