@@ -152,7 +152,7 @@ class _Message:
     async def events(self) -> AsyncIterator[str]:
         try:
             yield _event("message_start", message=self._head([], self._usage(None)))
-            async for delta in _with_pauses(self._reply.deltas(), PING_S):
+            async for delta in with_pauses(self._reply.deltas(), PING_S):
                 if delta is None:
                     yield _event("ping")
                 elif not self._hidden(delta):
@@ -249,7 +249,7 @@ def _event(name: str, **fields: Any) -> str:
     return f"event: {name}\ndata: {body}\n\n"
 
 
-async def _with_pauses(deltas: AsyncIterator[Delta], pause_s: float) -> AsyncIterator[Delta | None]:
+async def with_pauses(deltas: AsyncIterator[Delta], pause_s: float) -> AsyncIterator[Delta | None]:
     """The deltas, and None whenever none has come for ``pause_s``."""
     waiting: asyncio.Future[Delta] | None = None
     try:

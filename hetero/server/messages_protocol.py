@@ -17,6 +17,8 @@ from hetero.server.chat_protocol import ChatBody
 from hetero.server.protocol import MAX_STOPS, Body, Neutral, Strict
 from hetero.server.replies import thinking_variables
 
+# Between blocks, which are paragraphs of their own.
+_BREAK = "\n\n"
 _REFUSED = "is not supported by this server, only text, thinking, tool_use and tool_result are"
 
 
@@ -71,7 +73,7 @@ class ToolResultBlock(Block):
 
     @property
     def text(self) -> str:
-        text = "".join(block.text for block in self.content)
+        text = _BREAK.join(block.text for block in self.content)
         # Chat templates have no place for the flag.
         return f"Error: {text}" if self.is_error else text
 
@@ -118,7 +120,7 @@ class Message(Strict):
 
         def close() -> None:
             if text:
-                messages.append({"role": self.role, "content": "".join(text)})
+                messages.append({"role": self.role, "content": _BREAK.join(text)})
             text.clear()
 
         for block in self.content:
@@ -132,7 +134,7 @@ class Message(Strict):
 
     def _assistant(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant"}
-        message["content"] = "".join(b.text for b in self.content if isinstance(b, TextBlock))
+        message["content"] = _BREAK.join(b.text for b in self.content if isinstance(b, TextBlock))
         if thinking := "".join(b.thinking for b in self.content if isinstance(b, ThinkingBlock)):
             message["reasoning_content"] = thinking
         if calls := [b for b in self.content if isinstance(b, ToolUseBlock)]:
@@ -156,6 +158,7 @@ class Tool(Block):
     # Arguments are always streamed as they come.
     eager_input_streaming: bool | None = None
     defer_loading: Literal[False] | None = None
+    input_examples: list[dict[str, Any]] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
     @model_validator(mode="before")
@@ -168,8 +171,10 @@ class Tool(Block):
 
     def plain(self) -> dict[str, Any]:
         function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
-        if self.description is not None:
-            function["description"] = self.description
+        # Chat templates have no place for examples.
+        examples = [f"Example: {json.dumps(example)}" for example in self.input_examples or ()]
+        if description := _BREAK.join(filter(None, (self.description, *examples))):
+            function["description"] = description
         if self.strict is not None:
             function["strict"] = self.strict
         return {"type": "function", "function": function}
@@ -228,7 +233,11 @@ class CountBody(Body):
     neutral: ClassVar[Neutral] = {
         "cache_control": (None, {"type": "ephemeral"}),
         "container": (None,),
-        "context_management": (None,),
+        "context_management": (
+            None,
+            {"edits": []},
+            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        ),
         "diagnostics": (None,),
         "inference_geo": (None,),
         "mcp_servers": (None, []),
@@ -260,7 +269,9 @@ class CountBody(Body):
         """The same call as a chat, for a model with this chat template."""
         messages = [m for message in self.messages for m in message.plain()]
         if self.system:
-            messages.insert(0, {"role": "system", "content": "".join(block.text for block in self.system)})
+            messages.insert(
+                0, {"role": "system", "content": _BREAK.join(block.text for block in self.system)}
+            )
         on = None if self.thinking is None else self.thinking.type != "disabled"
         config = self.output_config or OutputConfig()
         effort = "high" if config.effort in ("xhigh", "max") else config.effort

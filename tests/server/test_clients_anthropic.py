@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import anthropic
 import pytest
 
+from hetero.server.dialects import Content, Delta
+from hetero.server.messages import with_pauses
+from hetero.server.messages_protocol import CountBody
 from tests.server.clients import TEMPLATE, WEATHER, anthropic_client, call, model
 from tests.server.serving import CONTEXT, Script, Served
 
@@ -151,6 +155,64 @@ def test_calls_whole_and_streamed(
     )
     counted = client.messages.count_tokens(model="tiny", messages=more, tools=TOOLS)
     assert counted.input_tokens == len(served.tokenizer.encode_rendered(prompt))
+
+
+def test_what_agents_send_along(served: Served) -> None:
+    """Blocks are paragraphs, examples are told, hints and settings that ask for nothing pass."""
+    ephemeral = {"type": "ephemeral", "ttl": "1h"}
+    tool = {"name": "get_weather", "input_schema": WEATHER, "input_examples": [{"city": "Paris", "days": 1}]}
+    body = {
+        "model": "tiny",
+        "system": [{"type": "text", "text": "a", "cache_control": ephemeral}, {"type": "text", "text": "b"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "e", "citations": None}]},
+            {"role": "system", "content": "f"},
+            {"role": "user", "content": "g"},
+        ],
+        "tools": [tool | {"type": "custom", "eager_input_streaming": True, "cache_control": ephemeral}],
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "xhigh"},
+    }
+    answer = served.client.post("/v1/messages/count_tokens?beta=true", json=body)
+    assert answer.status_code == 200, answer.text
+    turns = (("system", "a\n\nb"), ("user", "c\n\nd"), ("assistant", "e"), ("system", "f"), ("user", "g"))
+    text = "".join(f"<|start|>{role}\n{content}<|end|>" for role, content in turns)
+    prompt = f"get_weather{text}<|start|>assistant\n"
+    assert answer.json() == {"input_tokens": len(served.tokenizer.encode_rendered(prompt))}
+    told = CountBody.model_validate(body).chat("").tools or []
+    assert told[0].function.description == 'Example: {"city": "Paris", "days": 1}'
+    body["context_management"] = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    assert "context_management" in served.client.post("/v1/messages/count_tokens", json=body).text
+
+
+def test_a_long_silence_is_filled_with_pings() -> None:
+    async def slow() -> AsyncIterator[Delta]:
+        yield Content("a")
+        await asyncio.sleep(0.2)
+        yield Content("b")
+
+    async def collect() -> list[Delta | None]:
+        return [delta async for delta in with_pauses(slow(), 0.05)]
+
+    got = asyncio.run(collect())
+    assert got[0] == Content("a")
+    assert got[-1] == Content("b")
+    assert set(got[1:-1]) == {None}
+
+
+def test_a_failure_in_a_stream(
+    served: Served, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(served, monkeypatch, "one two")
+    # Without the end of text, the sampler has nothing more to give.
+    script.left[0].pop()
+    with (
+        pytest.raises(anthropic.APIStatusError, match="api_error"),
+        client.messages.stream(model="tiny", max_tokens=50, messages=ASK) as stream,
+    ):
+        list(stream.text_stream)
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])

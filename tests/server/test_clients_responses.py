@@ -216,6 +216,16 @@ def test_cut_off(served: Served, client: openai.OpenAI, monkeypatch: pytest.Monk
     assert last["response"]["output"][1]["status"] == "incomplete"
 
 
+def test_a_failure_in_a_stream(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(served, monkeypatch, "one two")
+    # Without the end of text, the sampler has nothing more to give.
+    script.left[0].pop()
+    last = raw_events(served)[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"]["code"] == "server_error"
+    assert last["response"]["output"][0]["content"][0]["text"] == "one two"
+
+
 def test_thinking_off(served: Served, client: openai.OpenAI) -> None:
     def size(**more: Any) -> int:
         got = client.responses.create(model="tiny", input="the whale", max_output_tokens=1, **more)
