@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hetero.core import HeteroError, InputError
 
-# Between two parts of a document: enough for a deep indentation, too little for a model that loops on blanks.
-_BLANKS = r"[ \t\n\r]{1,64}"
+# Between two parts of a document: what people and models write, too little for a model that loops on blanks.
+BLANKS = r"[ \t]{1,2}|\n[ \t]{0,40}"
 # Of compiled grammars; a client that sends one schema with every request finds it here.
 _KEPT = 64
 
@@ -117,7 +117,7 @@ class GrammarCompiler:
 
 
 def _options(schema: Mapping[str, Any] | bool) -> tuple[str, Any]:
-    return json.dumps(schema), {"whitespace_pattern": _BLANKS}
+    return json.dumps(schema), {"whitespace_pattern": BLANKS}
 
 
 def _one_line(error: str) -> str:

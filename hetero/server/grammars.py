@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hetero.core import InputError
-from hetero.engine.grammar import Grammar, GrammarCompiler
+from hetero.engine.grammar import BLANKS, Grammar, GrammarCompiler
 from hetero.server.dialects import HARMONY, REASONING_FORMATS, Dialect, Tool, harmony
 
 if TYPE_CHECKING:
@@ -191,4 +191,4 @@ class _HarmonyRules(_Rules):
 
 
 def _with_blanks(schema: Mapping[str, Any]) -> str:
-    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": r"[ \t\n\r]{1,64}"}})
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": BLANKS}})

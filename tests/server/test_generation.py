@@ -78,14 +78,15 @@ def test_leaving_frees_slots_and_queue(served: Served, stream: bool) -> None:
     for thread in threads:
         thread.start()
     status = served.state.engine.status
-    until(lambda: (status().running, status().waiting) == (2, 2))
+    # One or two of them run, as they come before or after the model's first step.
+    until(lambda: status().running + status().waiting == 4)
     for client in clients:
         # Closing a client from another thread does not wake it; shutting its socket down does.
         for connection in client._transport._pool.connections:  # type: ignore[attr-defined]
             connection._connection._network_stream.get_extra_info("socket").shutdown(2)
     for thread in threads:
         thread.join(60)
-    # The two that wait leave the queue though the model stands still.
+    # Those that wait leave the queue though the model stands still.
     until(lambda: status().waiting == 0)
     gate.open.set()
     idle(served)
