@@ -93,7 +93,8 @@ def set_up(path: str | None) -> None:
         logger.handlers = list(handlers)
         logger.propagate = False
     log.setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    # Its warnings are of what strangers send, who could fill a disk with them.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 
 def give_up_stderr() -> None:
