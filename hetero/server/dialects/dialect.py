@@ -14,7 +14,8 @@ from hetero.server.dialects.json_formats import (
     HERMES_CLOSE,
     HERMES_OPEN,
     KIMI,
-    LLAMA_OPEN,
+    LLAMA_CLOSE,
+    LLAMA_OPENS,
     MISTRAL_ARGS,
     MISTRAL_ID,
     MISTRAL_OPEN,
@@ -98,7 +99,7 @@ TOOL_FORMATS: dict[str, ToolFormat | None] = {
     "dsml": ToolFormat(DSML.opens, (*DSML.closes, DSML.mark), DSML.read),
     "kimi": _section(KIMI),
     "mistral": ToolFormat((MISTRAL_OPEN,), (MISTRAL_ARGS, MISTRAL_ID), read_mistral, new_id=_short_id),
-    "llama": ToolFormat((LLAMA_OPEN,), (), read_llama, bare=True),
+    "llama": ToolFormat(LLAMA_OPENS, (LLAMA_CLOSE,), read_llama, bare=True),
     # Not a format of calls but of whole answers.
     HARMONY: None,
 }

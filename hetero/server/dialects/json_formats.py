@@ -163,11 +163,11 @@ def _mistral_call(src: Source) -> Steps[str | None]:
     return (yield from src.accept(MISTRAL_OPEN))
 
 
-LLAMA_OPEN = "<|python_tag|>"
+LLAMA_OPENS, LLAMA_CLOSE = ("<|python_tag|>", "<|python_start|>"), "<|python_end|>"
 
 
 def read_llama(src: Source, _: str, offered: Mapping[str, Tool]) -> Steps[None]:
-    """Objects with semicolons between them, at the beginning of the answer or after ``<|python_tag|>``.
+    """Objects with semicolons between them, at the beginning of the answer or after a tag.
 
     An answer may be JSON for its own sake, so only names of tools that were offered make a call.
     """
@@ -178,7 +178,7 @@ def read_llama(src: Source, _: str, offered: Mapping[str, Tool]) -> Steps[None]:
             break
         src.mark("")
         yield from src.blank()
-        yield from src.accept(";")
+        yield from src.accept(";", LLAMA_CLOSE)
         yield from src.blank()
         if not src.rest.startswith("{"):
             break

@@ -20,6 +20,7 @@ _TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hermes", ("<tool_call>",)),
     ("llama", ("<|python_tag|>",)),
     ("llama", ("<|start_header_id|>", "tools", '"parameters"')),
+    ("llama", ("<|header_start|>", "tools", '"parameters"')),
 )
 _REASONING_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (HARMONY, ("<|channel|>", "<|message|>")),

@@ -97,6 +97,7 @@ TEMPLATES = {
     "<|tool_calls_section_begin|>": ("kimi", "none"),
     "[TOOL_CALLS] [THINK]": ("mistral", "mistral"),
     "<|start_header_id|> tools <|python_tag|>": ("llama", "none"),
+    '<|header_start|> tools "parameters"': ("llama", "none"),
     "<|start|>assistant<|channel|>final<|message|>": ("harmony", "harmony"),
     "{{ messages }}": ("none", "none"),
     "": ("none", "none"),

@@ -225,7 +225,13 @@ LLAMA = Dialect("llama", "none")
 
 def test_llama() -> None:
     one = '{"name": "get_weather", "parameters": {"city": "%s"}}'
-    for text in (one % "a", f"<|python_tag|>{one % 'a'}", f'\n{{"type": "function", {(one % "a")[1:]}'):
+    tagged = f"<|python_start|>{one % 'a'}<|python_end|>"
+    for text in (
+        one % "a",
+        f"<|python_tag|>{one % 'a'}",
+        tagged,
+        f'\n{{"type": "function", {(one % "a")[1:]}',
+    ):
         assert read(LLAMA, text).calls == [["get_weather", '{"city": "a"}']]
     got = read(LLAMA, f"{one % 'a'}; {one % 'b'}")
     assert [json.loads(args)["city"] for _, args in got.calls] == ["a", "b"]
