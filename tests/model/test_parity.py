@@ -28,7 +28,7 @@ from hetero.engine.request import Request
 from hetero.engine.sample import SamplingParams
 from hetero.inject import is_sink
 from hetero.model.build import choose_class
-from hetero.model.moe_types import REFUSED, WHOLE_PROMPT, refusal
+from hetero.model.moe_types import APART, REFUSED, WHOLE_PROMPT, refusal
 from hetero.ops.moe import MoeBlock
 from tests.model.parity import load_ours, load_reference, prompt, relative, save_tiny, trace
 from tests.model.quiet import quiet  # noqa: F401  a fixture of every test here
@@ -253,6 +253,12 @@ def _table(rows: list[Row]) -> str:
     ]
     whole = " and ".join(sorted(WHOLE_PROMPT))
     lines += ["", f"transformers' code of {whole} cannot read a prompt in pieces: it is read in one pass."]
+    apart = " and ".join(sorted(APART))
+    lines += [
+        "",
+        "Answers that are made at once share every step of the model (`tests/model/test_rows.py` compares",
+        f"each type with its sequences alone), except of {apart}: theirs take turns.",
+    ]
     lines += ["", f"## Refused ({len(REFUSED)})", "", "| model type | reason |", "|---|---|"]
     lines += [f"| {t} | {reason} |" for t, reason in sorted(REFUSED.items())]
     return "\n".join([*lines, ""])

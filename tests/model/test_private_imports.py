@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import hetero
 from hetero.model import hf
 from hetero.model.build import is_experts
+from tests.model.tiny import tiny
 
 PACKAGE = Path(hetero.__file__).parent
 
@@ -64,6 +65,25 @@ def test_experts_carry_their_flags() -> None:
         experts = MixtralExperts(MixtralConfig(hidden_size=8, intermediate_size=4, num_local_experts=2))
     assert is_experts(experts)
     assert [getattr(experts, flag) for flag in hf.EXPERT_FLAGS] == [True, False, False, True]
+
+
+def test_attention_asks_the_configuration_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows depend on the field, on both interfaces, and on what a module of attention does with them."""
+    seen = []
+
+    def attend(module: object, query: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, None]:
+        seen.append(type(module).__name__)
+        return query.transpose(1, 2).contiguous(), None
+
+    model = tiny("mixtral")
+    monkeypatch.setitem(hf.ALL_ATTENTION_FUNCTIONS._global_mapping, "probe", attend)
+    monkeypatch.setitem(hf.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "probe", lambda **_: None)
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "probe")
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[5, 6]]))
+    assert seen == ["MixtralAttention"] * 4
+    assert isinstance(model.model.layers[0], hf.GradientCheckpointingLayer)
+    assert "get_interface" in type(model.model.layers[0].self_attn).forward.__code__.co_names
 
 
 def test_private_modules_are_imported_in_one_place_only() -> None:
