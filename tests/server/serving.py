@@ -117,5 +117,13 @@ class Script:
         monkeypatch.setattr(Answer, "__init__", scripted)
 
 
+def counts(body: dict[str, Any]) -> dict[str, int]:
+    """The usage of an answer, but for what an earlier one had left in the cache."""
+    usage = dict(body["usage"])
+    cached = usage.pop("prompt_tokens_details")["cached_tokens"]
+    assert 0 <= cached < usage["prompt_tokens"]
+    return usage
+
+
 def ask(text: str = "the whale") -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
