@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from hetero.core import InputError
 from hetero.server.chat_protocol import ChatBody
 from hetero.server.protocol import MAX_STOPS, Body, Neutral, Strict
-from hetero.server.replies import thinking_variables
+from hetero.server.replies import chat_of, thinking_variables
 
 # Between blocks, which are paragraphs of their own.
 _BREAK = "\n\n"
@@ -110,6 +110,12 @@ class Message(Strict):
             return body
         role = body["role"]
         return {**body, "content": _blocks(body["content"], _KINDS[role], f"{role} content")}
+
+    @model_validator(mode="after")
+    def _said(self) -> Message:
+        if not self.content and self.role != "assistant":
+            raise ValueError("content: must not be empty")
+        return self
 
     def plain(self) -> list[dict[str, Any]]:
         """As messages of a chat: each result of a tool is one of its own."""
@@ -287,7 +293,7 @@ class CountBody(Body):
         if config.format is not None:
             schema = {"name": "output", "schema": config.format.schema_}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return ChatBody.model_validate(body | self._settings())
+        return chat_of(body | self._settings())
 
     def _settings(self) -> dict[str, Any]:
         return {}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
+from hetero.core import InputError
 from hetero.engine.request import Result
 from hetero.server.chat import Plan
+from hetero.server.chat_protocol import ChatBody
 from hetero.server.dialects import Delta, Reasoning, ToolEnd, ToolStart
 from hetero.server.dialects.source import joined
 from hetero.server.generation import Generation
@@ -71,6 +75,16 @@ class Reply:
                 self._open = cut
                 self._over = self._one_call
         return kept
+
+
+def chat_of(fields: Mapping[str, Any]) -> ChatBody:
+    """A chat's body. Raises InputError for what a chat refuses and the other API has no rule for."""
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise InputError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def thinking_variables(template: str, on: bool | None, effort: str | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from hetero.core import InputError
 from hetero.server.chat_protocol import ChatBody
 from hetero.server.protocol import Body, Neutral, StreamOptions, Strict
-from hetero.server.replies import thinking_variables
+from hetero.server.replies import chat_of, thinking_variables
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 # Fields of items that answers have and that say nothing to a model.
@@ -251,7 +251,7 @@ class ResponsesBody(Body):
         effort = None if self.reasoning is None else self.reasoning.effort
         on = None if effort is None else effort not in ("none", "minimal")
         hard = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}.get(effort or "", effort)
-        return ChatBody.model_validate(
+        return chat_of(
             {
                 "messages": chat,
                 "tools": [tool.chat() for tool in self.tools],
