@@ -16,11 +16,11 @@
 namespace hetero {
 namespace {
 
-constexpr int64_t kK = 2048;  // inputs of an output: as a hidden size
-constexpr int64_t kWeightBytes =
-    512 << 10;                       // of a call: a thread's part of an expert, more than it prefetches
-constexpr int64_t kMostBlocks = 16;  // bounds the products of narrow formats
-constexpr int kFewestRounds = 3;
+constexpr int64_t kK = 2048;               // inputs of an output: as a hidden size
+constexpr int64_t kWeightBytes = 1 << 20;  // of a call: enough that its beginning weighs little
+constexpr int64_t kMostBlocks = 32;        // bounds the products of narrow formats
+constexpr size_t kFewestRounds = 4;
+constexpr double kHopeless = 2;  // so many times slower than another kernel: not worth more rounds
 
 // Of this thread: on a busy machine the wall clock counts the others too.
 double processor_seconds() {
@@ -88,22 +88,35 @@ std::vector<std::vector<double>> kernel_seconds(int32_t format, int32_t group,
     table->round(row, kK, x.k_pad, x.bf16 + m * x.k_pad);
   }
 
-  std::vector<std::vector<double>> best(
-      kernels.size(), std::vector<double>(rows.size(), std::numeric_limits<double>::infinity()));
+  std::vector<std::vector<std::vector<double>>> samples(kernels.size());  // [kernel][rows][round]
+  for (auto& by_rows : samples) by_rows.resize(rows.size());
   const double begin = processor_seconds();
-  for (int round = 0; round < kFewestRounds || processor_seconds() - begin < limit; ++round) {
+  for (size_t round = 0; round < kFewestRounds || processor_seconds() - begin < limit; ++round) {
     for (size_t r = 0; r < rows.size(); ++r) {
       const Rows input = x.at(0, rows[r]);
+      double best = std::numeric_limits<double>::infinity();
+      for (size_t i = 0; i < kernels.size(); ++i)
+        if (round >= kFewestRounds && !samples[i][r].empty()) best = std::min(best, samples[i][r].back());
       for (size_t i = 0; i < kernels.size(); ++i) {
         if (kernels[i].second == kGemv && rows[r] > kGemvRows) continue;
+        if (round >= kFewestRounds && samples[i][r].back() > best * kHopeless) continue;
         evict(weights, packed_bytes(layout));
         const double start = processor_seconds();
         calls[i](weights, blocks, &layout, &input, y, layout.n_pad, memory.data());
-        best[i][r] = std::min(best[i][r], processor_seconds() - start);
+        const double took = processor_seconds() - start;
+        if (round > 0) samples[i][r].push_back(took);
       }
     }
   }
-  return best;
+  std::vector<std::vector<double>> medians(kernels.size());
+  for (size_t i = 0; i < kernels.size(); ++i) {
+    for (std::vector<double>& all : samples[i]) {
+      const auto middle = all.begin() + static_cast<std::ptrdiff_t>(all.size() / 2);
+      std::nth_element(all.begin(), middle, all.end());
+      medians[i].push_back(all.empty() ? std::numeric_limits<double>::infinity() : *middle);
+    }
+  }
+  return medians;
 }
 
 }  // namespace hetero

@@ -29,7 +29,12 @@ class Variable:
 VARIABLES: tuple[Variable, ...] = (
     Variable("HETERO_ISA", "auto", "instruction set of the CPU experts"),
     Variable("HETERO_THREADS", "physical cores of the affinity mask", "threads of the expert pool"),
-    Variable("HETERO_CACHE", "$XDG_CACHE_HOME/hetero or ~/.cache/hetero", "folder of converted models"),
+    Variable(
+        "HETERO_CACHE",
+        "$XDG_CACHE_HOME/hetero or ~/.cache/hetero",
+        "folder of what is made once",
+    ),
+    Variable("HETERO_TUNE", "auto", "where the choice of kernels by rows comes from"),
     Variable("HETERO_PREFILL_CHUNK", "512", "prompt tokens of one forward pass"),
     Variable("HETERO_API_KEY", "none", "key that clients of the server must give"),
     Variable("HETERO_DEBUG", "0", "show the traceback of an unexpected error"),
@@ -43,6 +48,7 @@ class Settings:
     isa: str = "auto"
     threads: int | None = None
     cache: Path = Path("~/.cache/hetero")
+    tune: str = "auto"  # auto, off, force or a file
     prefill_chunk: int = 512
     debug: bool = False
 
@@ -57,6 +63,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         isa=isa,
         threads=_positive(env, "HETERO_THREADS", MAX_THREADS),
         cache=_cache(env),
+        tune=env.get("HETERO_TUNE") or "auto",
         prefill_chunk=_positive(env, "HETERO_PREFILL_CHUNK") or 512,
         debug=debug(env),
     )

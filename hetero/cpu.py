@@ -7,18 +7,20 @@ computes, each function checks its arguments and calls.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hetero import _cpu
+from hetero import _cpu, tuning
 from hetero.config import settings
 from hetero.core import ActKind, ExpertSpec, InputError, MachineError
 from hetero.formats import Format
@@ -33,6 +35,9 @@ Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 
 WORKSPACE_BYTES = 256 * 2**20
 """What a step's workspace takes at most, shared by all experts of the process."""
+
+MOST_ROWS = 2**62
+"""In a band: any number of rows."""
 
 _PARTS: tuple[Part, ...] = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -74,6 +79,55 @@ def _tell_refused_tiles(best: str) -> None:
     """One log line in a process whose operating system refuses it the AMX tiles that the processor has."""
     if _cpu.kernels.features()["amx_denied"]:
         log.warning("the operating system refuses this process AMX tiles (arch_prctl); %s is used", best)
+
+
+def kernel_choice(isa: str, fmt: Format) -> tuning.Choice:
+    """Which kernels an instruction set of this machine uses for a format, by rows, as HETERO_TUNE says.
+
+    Unless told otherwise the kernels of a format are timed once and the times kept in the cache folder.
+    Only kernels of ``isa`` and simpler sets run then, none of "scalar". Raises InputError where HETERO_TUNE
+    names a file that has no measured times.
+    """
+    chosen = settings()
+    return _choice(isa, fmt, chosen.tune, chosen.cache)
+
+
+@cache
+def _choice(isa: str, fmt: Format, tune: str, folder: Path) -> tuning.Choice:
+    """Once a process for each setting, so that all layers of a model use the same plan."""
+    own, others = _kernels_of(isa, fmt)
+    if isa == "scalar":
+        tune = "off"
+
+    def measure(kernels: Sequence[tuning.Kernel]) -> tuning.Times:
+        ids = [(kernel.isa, tuning.CLASSES.index(kernel.row_class)) for kernel in kernels]
+        seconds = _cpu.kernel_seconds(fmt.code, fmt.group, ids, list(tuning.ROWS), tuning.SECONDS)
+        return {kernel.name: tuple(row) for kernel, row in zip(kernels, seconds, strict=True)}
+
+    return tuning.choose(
+        str(fmt), own, others, tune=tune, folder=folder, identity=_code_identity, measure=measure
+    )
+
+
+def _kernels_of(isa: str, fmt: Format) -> tuple[list[tuning.Kernel], list[tuning.Kernel]]:
+    """Kernels of a format: those of the set itself, by class, and those of other names of simpler sets."""
+    names = _cpu.kernels.select(_cpu.kernels.features())["kernels"]
+    simpler = [one for one in reversed(isas()[: isas().index(isa)]) if one != "scalar"]
+    own, *rest = (
+        [tuning.Kernel(one, c, names[one][f"{fmt.name}.{c}"]) for c in tuning.CLASSES]
+        for one in (isa, *simpler)
+    )
+    mine = {kernel.name for kernel in own}
+    others = {kernel.name: kernel for kernels in reversed(rest) for kernel in reversed(kernels)}
+    return own, [kernel for name, kernel in others.items() if name not in mine]
+
+
+@cache
+def _code_identity() -> dict[str, Any]:
+    """What measured times are of: the processor, what of it may be used, the code that ran."""
+    code = hashlib.sha256(Path(_cpu.__file__).read_bytes()).hexdigest()
+    features = sorted(name for name, there in _cpu.kernels.features().items() if there)
+    return {"cpu": hw_cpu.signature(), "features": features, "extension": code}
 
 
 def kernel_counts() -> dict[str, int]:
@@ -228,6 +282,7 @@ class CpuExperts:
             ) from None
         if error := self._experts.bind_error():
             _warn_unbound(error)
+        self._choose_kernels()
         self._parts = [p for p in _PARTS if _has_part(spec, p)]
         self._put: set[tuple[int, Part]] = set()
         _live.add(self)
@@ -321,6 +376,23 @@ class CpuExperts:
         chosen = pick_isa(isa)
         self._experts.set_isa(chosen)
         self.isa = chosen
+        self._choose_kernels()
+
+    def _choose_kernels(self) -> None:
+        """Kernels by rows as measured; the extension starts from the default plan."""
+        if self.isa not in isas():  # the twin, which is there for tests
+            return
+        choice = kernel_choice(self.isa, self.format)
+        if choice.times is not None:
+            self.set_plan(choice.plan)
+
+    def set_plan(self, plan: tuning.Plan) -> None:
+        """Use these kernels by rows until ``use`` is called."""
+        exact, large = (
+            [(b.rows or MOST_ROWS, b.kernel.isa, tuning.CLASSES.index(b.kernel.row_class)) for b in bands]
+            for bands in (plan.exact, plan.large)
+        )
+        self._experts.set_plan(exact, large)
 
     def plain_read(self, first: int = 0, count: int | None = None) -> int:
         """Read the packed bytes of ``count`` experts (default: all) once with the pool's threads, each node's
