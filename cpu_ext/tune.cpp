@@ -88,35 +88,25 @@ std::vector<std::vector<double>> kernel_seconds(int32_t format, int32_t group,
     table->round(row, kK, x.k_pad, x.bf16 + m * x.k_pad);
   }
 
-  std::vector<std::vector<std::vector<double>>> samples(kernels.size());  // [kernel][rows][round]
-  for (auto& by_rows : samples) by_rows.resize(rows.size());
+  constexpr double kNever = std::numeric_limits<double>::infinity();
+  std::vector<std::vector<double>> best(kernels.size(), std::vector<double>(rows.size(), kNever));
   const double begin = processor_seconds();
   for (size_t round = 0; round < kFewestRounds || processor_seconds() - begin < limit; ++round) {
     for (size_t r = 0; r < rows.size(); ++r) {
       const Rows input = x.at(0, rows[r]);
-      double best = std::numeric_limits<double>::infinity();
-      for (size_t i = 0; i < kernels.size(); ++i)
-        if (round >= kFewestRounds && !samples[i][r].empty()) best = std::min(best, samples[i][r].back());
+      double least = kNever;
+      for (const auto& times : best) least = std::min(least, times[r]);
       for (size_t i = 0; i < kernels.size(); ++i) {
         if (kernels[i].second == kGemv && rows[r] > kGemvRows) continue;
-        if (round >= kFewestRounds && samples[i][r].back() > best * kHopeless) continue;
+        if (round >= kFewestRounds && best[i][r] > least * kHopeless) continue;
         evict(weights, packed_bytes(layout));
         const double start = processor_seconds();
         calls[i](weights, blocks, &layout, &input, y, layout.n_pad, memory.data());
-        const double took = processor_seconds() - start;
-        if (round > 0) samples[i][r].push_back(took);
+        best[i][r] = std::min(best[i][r], processor_seconds() - start);
       }
     }
   }
-  std::vector<std::vector<double>> medians(kernels.size());
-  for (size_t i = 0; i < kernels.size(); ++i) {
-    for (std::vector<double>& all : samples[i]) {
-      const auto middle = all.begin() + static_cast<std::ptrdiff_t>(all.size() / 2);
-      std::nth_element(all.begin(), middle, all.end());
-      medians[i].push_back(all.empty() ? std::numeric_limits<double>::infinity() : *middle);
-    }
-  }
-  return medians;
+  return best;
 }
 
 }  // namespace hetero

@@ -34,7 +34,9 @@ def profile(
     isa: Annotated[
         str | None, typer.Option(help="Only these, with commas; default: all here but scalar.")
     ] = None,
-    formats: Annotated[str | None, typer.Option(help="With commas; default: int4,int8,bf16.")] = None,
+    formats: Annotated[
+        str | None, typer.Option(help="With commas; default: int4,int8,bf16,fp8,mxfp4,nvfp4.")
+    ] = None,
     tokens: Annotated[
         str | None, typer.Option(help="Of a step, with commas; default: 1,2,4,8,16,64,256,1024.")
     ] = None,

@@ -211,7 +211,7 @@ class Peaks:
     def of_kernel(self, kernel: str) -> str:
         """The instruction that a kernel spends its products on, by the kernel's name."""
         fmt, code, _ = kernel.split(".")
-        floats = fmt in ("f32", "bf16")
+        floats = fmt in ("f32", "bf16", "fp8")
         if code.startswith("amx") and "twin" not in code:
             return "tdpbf16ps tmm" if fmt == "bf16" or "bf16" in code else "tdpbusd tmm"
         if code.startswith("avx512"):

@@ -9,7 +9,7 @@ from importlib.resources import files
 from hetero.report import plots
 from hetero.report.schema import Cell, Report
 from hetero.report.svg import frame, number, swatch
-from hetero.report.text import kernels, threads
+from hetero.report.text import SOURCES, bands, kernels, threads
 
 
 def page(reports: Sequence[Report]) -> str:
@@ -190,7 +190,7 @@ def _details(report: Report, formats: Sequence[str], named: bool) -> str:
     of = f" of {escape(report.machine.cpu)}" if named else ""
     tables = "".join(_cells(report, fmt) for fmt in formats if plots.of_format(report, fmt))
     return (
-        f"<section><h2>All results{of}</h2>{tables}{_peaks(report)}"
+        f"<section><h2>All results{of}</h2>{tables}{_choices(report)}{_peaks(report)}"
         f"<p class='sub'>{escape(' '.join(report.command))}<br>hetero {escape(report.versions.hetero)}, "
         f"torch {escape(report.versions.torch)}, Python {escape(report.versions.python)}, Linux "
         f"{escape(report.machine.kernel)}; {number(report.seconds)} s in all</p></section>"
@@ -227,6 +227,21 @@ def _cells(report: Report, fmt: str) -> str:
         f"{weights.bytes / 2**30:.2f} GiB, {where[weights.larger_than_l3]}; plain reads "
         f"{number(weights.read_gb_s.median)} GB/s</p><div class='scroll'><table><thead><tr>{head}"
         f"<th>executed kernels, calls</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _choices(report: Report) -> str:
+    if not report.choices:
+        return ""
+    rows = "".join(
+        f"<tr><td>{escape(c.format)}</td><td>{c.isa}</td><td>{escape(bands(c.exact))}</td>"
+        f"<td>{escape(bands(c.large))}</td><td>{SOURCES[c.source]}</td></tr>"
+        for c in report.choices
+    )
+    return (
+        "<h3>Kernels by the rows of an expert</h3><div class='scroll'><table><thead><tr><th>format</th>"
+        "<th>set</th><th>steps of up to 16 tokens</th><th>larger steps</th><th>by</th></tr></thead>"
+        f"<tbody>{rows}</tbody></table></div>"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from importlib.metadata import version
 
 import torch
 
-from hetero import cpu
+from hetero import cpu, tuning
 from hetero.core import ExpertSpec, InputError
 from hetero.formats import Format, parse_format
 from hetero.hw import cpu as hw_cpu
@@ -22,8 +23,11 @@ from hetero.report.measure import Budget, Layers, Peaks, measure_cell, measure_s
 from hetero.report.schema import (
     ENOUGH_ROUNDS,
     Cell,
+    KernelChoice,
+    KernelTimes,
     Machine,
     Report,
+    RowsBand,
     Sample,
     Settings,
     Shape,
@@ -34,7 +38,7 @@ from hetero.report.schema import (
 from hetero.report.shapes import find_shape
 
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024)
-FORMATS = ("int4", "int8", "bf16")
+FORMATS = ("int4", "int8", "bf16", "fp8", "mxfp4", "nvfp4")
 QUICK_TOKENS = (1, 4, 256)
 MOST_MEMORY = 8 * 2**30
 _SWEEP_TOKENS = 64  # of the prefill point of the thread sweep
@@ -126,6 +130,8 @@ class _Profile:
         self.generator = torch.Generator().manual_seed(options.seed)
         self.l3 = l3_bytes()
         self.cells: list[Cell] = []
+        self.choices: list[KernelChoice] = []
+        self.times: list[KernelTimes] = []
         self.weights: list[Weights] = []
         self.notes: list[str] = []
         self.sweep: Sweep | None = None
@@ -144,6 +150,8 @@ class _Profile:
 
     def _format(self, fmt: Format, budget: Budget) -> None:
         options = self.options
+        self.progress(f"{fmt}: kernels by rows")
+        self._choices(fmt)
         self.progress(f"{fmt}: packing")
         layers = Layers(
             options.spec, fmt, options.memory_bytes, self.l3, seconds=budget.left * 0.25, numa=options.numa
@@ -193,6 +201,23 @@ class _Profile:
             parts = [f"{', '.join(counts)} tokens on {', '.join(isas)}" for isas, counts in left_out.items()]
             self.notes.append(f"The budget of {options.budget_s:g} s left out of {fmt}: {'; '.join(parts)}.")
         self.weights.append(layers.describe(self.l3, reads))
+
+    def _choices(self, fmt: Format) -> None:
+        """What the steps use; timed here where no earlier run has. The last set's times hold all kernels."""
+        times: tuning.Times | None = None
+        for isa in reversed(self.options.isas):
+            found = cpu.kernel_choice(isa, fmt)
+            times = times or found.times
+            exact, large = (
+                [RowsBand(rows=band.rows, kernel=band.kernel.name) for band in bands]
+                for bands in (found.plan.exact, found.plan.large)
+            )
+            self.choices.append(
+                KernelChoice(format=str(fmt), isa=isa, source=found.source, exact=exact, large=large)
+            )
+        if times is not None:
+            seconds = {name: [t if math.isfinite(t) else None for t in row] for name, row in times.items()}
+            self.times.append(KernelTimes(format=str(fmt), rows=list(tuning.ROWS), seconds=seconds))
 
     def _affordable(self, layers: Layers, tokens: int, read_gb_s: float, left: float) -> list[str]:
         """Instruction sets whose warm-up and first rounds fit, the best first; the very first cell always."""
@@ -255,6 +280,8 @@ class _Profile:
             idle_clock_ghz=idle,
             cpu_share=share,
             peaks=self.peak_list,
+            choices=self.choices,
+            times=self.times,
             weights=self.weights,
             cells=sorted(self.cells, key=self._order),
             sweep=self.sweep,

@@ -194,6 +194,31 @@ class Sweep(Model):
     points: Annotated[list[ThreadPoint], Field(min_length=1)]
 
 
+class RowsBand(Model):
+    """The kernel of experts that have up to ``rows`` rows in a step; None: any number."""
+
+    rows: Count | None
+    kernel: str
+
+
+class KernelChoice(Model):
+    """Which kernels an instruction set uses for a format, by the rows of an expert."""
+
+    format: str
+    isa: str
+    source: Literal["defaults", "measured", "kept", "file"]  # what it rests on, see HETERO_TUNE
+    exact: list[RowsBand]  # in steps of up to 16 tokens
+    large: list[RowsBand]  # in steps of more
+
+
+class KernelTimes(Model):
+    """Seconds of one call of each kernel, on weights from memory, by the rows of an expert."""
+
+    format: str
+    rows: list[Count]
+    seconds: dict[str, list[Positive | None]]  # None where a kernel does not take so many rows
+
+
 class Report(Model):
     """All of one profile."""
 
@@ -209,6 +234,8 @@ class Report(Model):
     idle_clock_ghz: Sample
     cpu_share: Sample  # processor time of the threads during the peak loops, over what they asked for
     peaks: list[Peak]
+    choices: list[KernelChoice] = []
+    times: list[KernelTimes] = []  # of the formats whose choices rest on times
     weights: list[Weights]
     cells: list[Cell]
     sweep: Sweep | None

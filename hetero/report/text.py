@@ -6,7 +6,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hetero.report.schema import Cell, Report
+from hetero.report.schema import Cell, Report, RowsBand
+
+SOURCES = {
+    "defaults": "default",
+    "measured": "times measured now",
+    "kept": "times measured before",
+    "file": "times of a file",
+}
 
 _WIDE = 120  # columns where the output is no terminal
 
@@ -27,6 +34,8 @@ def show(report: Report, console: Console | None = None) -> None:
     console.print(_peaks(report))
     for fmt in dict.fromkeys(c.format for c in report.cells):
         console.print(_format(report, fmt))
+    if report.choices:
+        console.print(_choices(report))
     if report.sweep is not None and len(report.sweep.points) > 1:
         console.print(_sweep(report))
     for note in report.notes:
@@ -136,6 +145,28 @@ def kernels(cell: Cell) -> str:
     """Executed kernels with their calls, without the format that they share."""
     by_calls = sorted(cell.kernels.items(), key=lambda item: -item[1])
     return ", ".join(f"{name.partition('.')[2]} {calls}" for name, calls in by_calls)
+
+
+def bands(chosen: list[RowsBand]) -> str:
+    """Kernels by rows, without the format that they share: ``1-4 avx512_vnni.gemv, 5- amx_bf16.bulk``."""
+    parts = []
+    first = 1
+    for band in chosen:
+        last = "" if band.rows is None else str(band.rows)
+        rows = last if last == str(first) else f"{first}-{last}"
+        parts.append(f"{rows} {band.kernel.partition('.')[2]}")
+        first = (band.rows or 0) + 1
+    return ", ".join(parts)
+
+
+def _choices(report: Report) -> Table:
+    table = Table(title="Kernels by the rows of an expert", title_justify="left")
+    for name in ("format", "set", "steps of up to 16 tokens", "larger steps", "by"):
+        table.add_column(name, overflow="fold")
+    for choice in report.choices:
+        source = SOURCES[choice.source]
+        table.add_row(choice.format, choice.isa, bands(choice.exact), bands(choice.large), source)
+    return table
 
 
 def _sweep(report: Report) -> Table:

@@ -10,14 +10,15 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner, Result
 
-from hetero import cli, cpu
+from hetero import cli, cpu, tuning
 from hetero.core import InputError, MachineError
 from hetero.formats import parse_format
 from hetero.hw.caches import l3_bytes
 from hetero.report.measure import Layers, Peaks, make_step, step_ops
 from hetero.report.profile import make_options, thread_counts
-from hetero.report.schema import Report, read_report
+from hetero.report.schema import Report, RowsBand, read_report
 from hetero.report.shapes import find_shape
+from hetero.report.text import bands
 from tests.report.made import cell, report
 
 TINY = "128x64x16x2x3"
@@ -62,6 +63,40 @@ def test_a_tiny_profile_ends_and_tells_all(tmp_path: Path) -> None:
     for word in ("Decode (1 token", "TOPS", "int4 g32", *isas):
         assert word in result.stdout
     assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_every_default_format_is_measured_with_its_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETERO_TUNE", "auto")
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path))
+    monkeypatch.setattr("hetero.tuning.SECONDS", 0.01)
+    made, page = tmp_path / "out.json", tmp_path / "page.html"
+    result = call(
+        "--shapes", TINY, "--budget", 100, "--tokens", "1,40", "--memory", "8M", "--json", made,
+        "--html", page,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = read_report(made)
+    formats = ["int4 g32", "int8 g32", "bf16", "fp8", "mxfp4", "nvfp4"]
+    assert list(dict.fromkeys(c.format for c in found.cells)) == formats
+    assert [(t.format, len(t.rows)) for t in found.times] == [(fmt, len(tuning.ROWS)) for fmt in formats]
+    sets = found.settings.isas
+    assert {(c.format, c.isa) for c in found.choices} == {(fmt, isa) for fmt in formats for isa in sets}
+    assert {c.source for c in found.choices} <= {"measured", "kept"}
+    for one in found.cells:
+        (choice,) = (c for c in found.choices if (c.format, c.isa) == (one.format, one.isa))
+        allowed = choice.exact if one.tokens <= 16 else choice.large
+        assert set(one.kernels) <= {band.kernel for band in allowed}
+    for text in (result.stdout, page.read_text()):
+        assert "Kernels by the rows of an expert" in text
+        assert "times measured now" in text
+
+
+def test_bands_are_told_by_their_rows() -> None:
+    made = [(1, "int4.a.gemv"), (4, "int4.b.gemv"), (5, "int4.c.gemm"), (None, "int4.d.bulk")]
+    shown = bands([RowsBand(rows=rows, kernel=kernel) for rows, kernel in made])
+    assert shown == "1 a.gemv, 2-4 b.gemv, 5 c.gemm, 6- d.bulk"
 
 
 def test_json_alone_goes_to_stdout() -> None:
@@ -249,6 +284,9 @@ def test_every_executed_kernel_has_its_instruction() -> None:
         ("bf16.avx512.gemv", "vfmadd231ps zmm"),
         ("int4a.avx2.gemm", "vpmaddubsw ymm"),
         ("f32.avx2.gemm", "vfmadd231ps ymm"),
+        ("fp8.avx2.gemm", "vfmadd231ps ymm"),
+        ("fp8.avx512.gemv", "vfmadd231ps zmm"),
+        ("mxfp4.avx512_vnni.gemv", "vpdpbusd zmm"),
         ("int8.scalar.gemv", "pmaddwd xmm"),
     ],
 )
