@@ -18,7 +18,7 @@ struct Vnni : Avx512 {
 
 using P = Vnni;
 
-constexpr int64_t kFewRows = 7;                // up to here the kernel of exact.h is as fast
+constexpr int64_t kFewRows = 11;               // up to here the kernel of exact.h is as fast
 constexpr int kTileRows = 4, kTileBlocks = 2;  // 8 dots and 8 sums stay in registers; 12 do not
 constexpr int64_t kSection = 16;               // groups of 32 k whose weights are decoded together
 
