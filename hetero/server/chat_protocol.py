@@ -24,7 +24,7 @@ class CalledFunction(Strict):
     def _object(cls, arguments: str) -> str:
         try:
             good = isinstance(json.loads(arguments or "{}"), dict)
-        except ValueError:
+        except (ValueError, RecursionError):
             good = False
         if not good:
             raise ValueError("must be a JSON object, written as text")

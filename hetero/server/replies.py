@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from hetero.engine.request import Result
 from hetero.server.chat import Plan
 from hetero.server.chat_protocol import ChatBody
 from hetero.server.dialects import Delta, Reasoning, ToolEnd, ToolStart
+from hetero.server.dialects.jsontext import parsed
 from hetero.server.dialects.source import joined
 from hetero.server.generation import Generation
 
@@ -100,7 +100,7 @@ def thinking_variables(template: str, on: bool | None, effort: str | None) -> di
 def object_of(arguments: str) -> dict[str, Any] | None:
     """The object that a call's arguments are, None when they are none."""
     try:
-        found = json.loads(arguments)
+        found = parsed(arguments)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -231,6 +232,18 @@ class ResponsesBody(Body):
             raise InputError("stream_options: only with stream=true")
         if self.stream_options is not None and self.stream_options.include_usage:
             raise InputError("stream_options.include_usage: the last event has the usage; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _comes_back(self) -> ResponsesBody:
+        for name in ("instructions", "metadata", "user", "tools", "tool_choice", "text"):
+            value = self.model_dump(include={name}, by_alias=True)
+            try:
+                json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            except ValueError:
+                raise InputError(
+                    f"{name}: must be valid JSON and Unicode, since the answer repeats it"
+                ) from None
         return self
 
     @property

@@ -259,6 +259,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "custom", "name": "x"}]}, "custom"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "name"),
     ({"input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "no"}]}, "arguments"),
+    (
+        {"input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "[" * 9999}]},
+        "arguments",
+    ),
     ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "file_search"}}, "file_search"),
@@ -278,6 +282,21 @@ def test_refused_by_name(served: Served, body: dict[str, Any], named: str) -> No
     error = served.refused("/v1/responses", **({"model": "tiny", "input": "the whale"} | body))
     assert error["type"] == "invalid_request_error"
     assert named in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"input": "a", "metadata": {"a": "\\ud800"}}',
+        '{"input": "a", "user": "\\ud800"}',
+        '{"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"minimum": NaN}}]}',
+        '{"input": "a\\ud800"}',
+        '{"input": "a", "instructions": "\\udfff"}',
+    ],
+)
+def test_what_no_answer_could_repeat(served: Served, body: str) -> None:
+    answer = served.client.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
 
 
 def test_errors_by_their_classes(client: openai.OpenAI) -> None:

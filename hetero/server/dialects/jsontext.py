@@ -102,8 +102,11 @@ def arguments(src: Source, index: int, closers: Sequence[str]) -> Steps[str | No
 
 
 def parsed(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError when it is none."""
-    return json.loads(text, parse_constant=_no_constant)
+    """The value of a JSON text. Raises ValueError when it is none, or nested beyond all measure."""
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _no_constant(name: str) -> None:

@@ -136,7 +136,7 @@ def written(text: str, allowed: set[str]) -> str:
     bare = _PYTHON.get(bare, bare)
     try:
         kind = _kind(jsontext.parsed(bare))
-    except (ValueError, RecursionError):
+    except ValueError:
         return json.dumps(text, ensure_ascii=False)
     fits = kind in allowed or (kind in ("integer", "number") and allowed & {"integer", "number"})
     if fits or not allowed:

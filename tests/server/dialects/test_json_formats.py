@@ -129,6 +129,14 @@ def test_cut_off_in_the_closing_tag(size: int) -> None:
     assert (got.content, got.calls) == ("", [["get_weather", '{"city": "Paris", "days": 3}']])
 
 
+def test_nested_beyond_all_measure() -> None:
+    deep = "[" * 5000 + "]" * 5000
+    got = answer(run(HERMES, [f'<tool_call>{{"name": "f", "arguments": {deep}}}</tool_call>']))
+    assert got.calls == [["f", deep]]
+    text = f'<tool_call>{{"name": {deep}}}</tool_call>'
+    assert answer(run(HERMES, [text])).content == text
+
+
 def test_ids_differ() -> None:
     deltas = run(HERMES, [ONE + ONE], tools=(WEATHER,))
     assert len(answer(deltas).calls) == 2
