@@ -43,6 +43,9 @@ CAPACITY = 1 << 14
 LONG_CAPACITY = 1 << 18
 """Events of a ring that is written to a file: 130 MiB at most."""
 
+# More than there are threads that record.
+SLACK = 64
+
 
 class Reading(NamedTuple):
     """What a step of one layer's experts reads: each distinct one that was chosen, once."""
@@ -91,6 +94,7 @@ class Recorder:
         self.active = False
         self._slots: list[tuple[int, int, Event] | None] = [None] * capacity
         self._numbers = itertools.count()
+        self._next = 0  # about where the numbers are: of two writers at once the slower may set it back
         self._watchers = 0
         self._lock = threading.Lock()
         self._step = -1
@@ -119,6 +123,7 @@ class Recorder:
         number = next(self._numbers)
         slots = self._slots
         slots[number % len(slots)] = (number, self._step, event)
+        self._next = number + 1
 
     def begin_step(self, tokens: int) -> None:
         """A forward pass over ``tokens`` rows begins."""
@@ -141,8 +146,10 @@ class Recorder:
 
         The lane "step" holds forward passes; the name of such a span is the lane of its dense work.
         """
-        # Copying a list is one operation under the GIL; the tuples never change.
-        held = [entry for entry in list(self._slots) if entry is not None and entry[0] >= since]
+        slots = self._slots
+        last = self._next + SLACK
+        found = (slots[number % len(slots)] for number in range(max(since, last - len(slots)), last))
+        held = [entry for entry in found if entry is not None and since <= entry[0] < last]
         held.sort(key=lambda entry: entry[0])
         return [_span(*entry) for entry in held]
 

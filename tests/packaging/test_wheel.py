@@ -49,6 +49,14 @@ def test_wheel_runs_from_another_folder(clean: Path) -> None:
     ).strip()
     assert where.endswith("hetero/data/rules")
     assert str(ROOT) not in where
+    page = run(
+        clean / "env/bin/python",
+        "-c",
+        "from importlib.resources import files\n"
+        "print(*sorted(each.name for each in files('hetero.server').joinpath('page').iterdir()))",
+        cwd=clean,
+    ).split()
+    assert page == sorted(each.name for each in (ROOT / "hetero/server/page").iterdir())
     listed = json.loads(run(hetero, "rules", "list", "--json", cwd=clean))
     assert listed
     answer = json.loads(

@@ -8,7 +8,7 @@ const SAVE_MS = 500;
 const LEAVING_MS = 2000;
 const INTERRUPTED = "The page was reloaded before this answer ended.";
 
-// Messages: {role, content, reasoning?, note?, failure?}. `ui`: elements by name; `settings`: a function;
+// Messages: {role, content, reasoning?, note?, failure?, open?}. `ui`: elements by name; `settings`: a function;
 // `onKey`: called when the server asks for a key.
 export class Chat {
   constructor(ui, settings, onKey) {
@@ -171,6 +171,8 @@ export class Chat {
     }
     const thoughts = element("details", "thoughts");
     thoughts.hidden = !message.reasoning;
+    thoughts.open = Boolean(message.open);
+    thoughts.addEventListener("toggle", () => (message.open = thoughts.open));
     thoughts.append(element("summary", "", "Reasoning"), element("div", "inner"));
     box.append(thoughts, text);
     this.fill(box, message);

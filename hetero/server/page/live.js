@@ -86,6 +86,7 @@ export class Live {
       this.lanes = body.lanes;
       this.empty = body.gpu ? {} : { gpu: "none in use", pcie: "no transfers" };
       this.onModel(body.model);
+      this.drawSteps();
     } else if (event === "steps") {
       this.steps = body.steps;
       this.drawSteps();

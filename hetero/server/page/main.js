@@ -7,6 +7,7 @@ import { loadKey, loadSettings, saveKey, saveSettings } from "./store.js";
 
 const find = (id) => document.getElementById(id);
 const narrow = matchMedia("(max-width: 860px)");
+const HELLO_MS = 3000;
 let settings = loadSettings();
 
 const chat = new Chat(
@@ -49,8 +50,10 @@ async function hello() {
     showModel(await modelName());
     showLink("good", "connected");
   } catch (failure) {
-    showLink(failure.kind === "key" ? "key" : "gone", failure.kind === "key" ? "needs an API key" : "no connection");
+    const words = { key: "needs an API key", loading: "not ready" };
+    showLink(failure.kind === "loading" ? "busy" : failure.kind, words[failure.kind] ?? "no connection");
     if (failure.kind === "key") openSettings(failure.message);
+    else setTimeout(() => live.wanted || hello(), HELLO_MS);
   }
 }
 
