@@ -129,7 +129,8 @@ class Scheduler:
 
     ``slots``: requests that run at once. ``max_queue``: requests that may wait besides. ``prefill_chunk``:
     most prompt tokens of one forward pass. ``kv_tokens``: tokens of keys and values that all requests
-    together may hold. ``prefix_cache``: keep them after a request for one that begins alike.
+    together may hold; an answer that alone would need more ends there, as at the end of the context.
+    ``prefix_cache``: keep them after a request for one that begins alike.
     """
 
     def __init__(
@@ -338,8 +339,12 @@ class Scheduler:
             job.answer.cached = used
             self._hits += used
 
-    def _reuse_prefix(self, job: _Job) -> None:
+    def _begin(self, job: _Job) -> None:
         """Begin with what is known of the prompt, of kept sequences and of running ones."""
+        if not job.answer.tokens:
+            job.answer.begin()
+        if not self._reuse or job.answer.scores_prompt:
+            return
         tokens = tuple(job.tokens(0, job.known))
         running = [
             Entry(tuple(other.tokens(0, other.read)), other.sequence.cache, True)
@@ -365,15 +370,12 @@ class Scheduler:
             return
         assert job.sequence is not None
         began = clock()
-        if job.read == 0:
-            if not job.answer.tokens:
-                job.answer.begin()
-            if self._reuse and not job.answer.scores_prompt:
-                self._reuse_prefix(job)
-        start, end = job.read, min(job.read + piece, job.known)
-        if start < job.fork < end and not job.sequence.cuttable:
-            end = job.fork
         try:
+            if job.read == 0:
+                self._begin(job)
+            start, end = job.read, min(job.read + piece, job.known)
+            if start < job.fork < end and not job.sequence.cuttable:
+                end = job.fork
             logits = read_chunk(job.sequence, job.answer, start, job.tokens(start, end))
         except Exception as error:
             self._fail(job, error)
