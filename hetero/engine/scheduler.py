@@ -12,8 +12,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,16 +19,17 @@ from torch import Tensor
 from hetero.config import settings
 from hetero.core import HeteroError, InputError
 from hetero.engine.answer import Answer, Runnable, check, clock
-from hetero.engine.forward import MOST_ROWS, Sequence, Stepper
+from hetero.engine.forward import MOST_ROWS, Stepper
 from hetero.engine.generate import read_chunk
+from hetero.engine.job import EngineStatus, Handle, Job, Sink
 from hetero.engine.pace import Pace
 from hetero.engine.queue import FairQueue
-from hetero.engine.request import FinishReason, Piece, QueueFull, Request, Result
+from hetero.engine.request import Piece, QueueFull, Request, Result
 from hetero.kv.prefix import BLOCK, Entry, PrefixStore, best, blocks, common
 
-log = logging.getLogger("hetero.engine")
+__all__ = ["EngineStatus", "Handle", "Scheduler"]
 
-Sink = Callable[[Piece | Result | HeteroError], None]
+log = logging.getLogger("hetero.engine")
 
 # Room for an answer to grow that a request needs to be admitted; without it, one would be let in only to be
 # sent back a few steps later.
@@ -41,87 +40,6 @@ TOKENS_PER_SLOT = 32768
 KEPT_PER_SLOT, KEPT_PART = 4, 4
 # Prompts whose tokens are remembered, to see where new ones fork from them.
 PROMPTS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """Of this moment. Tokens of keys and values in whole blocks; counters since the start.
-
-    ``kv_tokens_used``: held by running requests; ``kv_tokens_cached``: kept for reuse, given up when needed.
-    ``batch``: answers that the last step made a token of; ``last_step_s``: how long it took.
-    """
-
-    slots: int
-    running: int
-    waiting: int
-    kv_tokens_used: int
-    kv_tokens_cached: int
-    kv_tokens_total: int
-    prefix_hit_tokens: int
-    prompt_tokens: int
-    completion_tokens: int
-    steps: int
-    last_step_s: float
-    batch: int
-    preemptions: int
-
-
-class Handle:
-    """A request that was submitted."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        """End it within one step, as "cancelled". From any thread; after the end it does nothing."""
-        self.cancelled = True
-        self._wake()
-
-
-class _Job:
-    """One request on its way through the scheduler."""
-
-    def __init__(self, request: Request, answer: Answer, sink: Sink, handle: Handle) -> None:
-        self.request, self.answer, self.sink, self.handle = request, answer, sink, handle
-        self.until = None if request.deadline_s is None else clock() + request.deadline_s
-        self.sequence: Sequence | None = None
-        self.fork = 0  # where the prompt parts from an earlier one; 0 when that is of no use
-        self.began = clock()
-
-    @property
-    def read(self) -> int:
-        """Tokens that the sequence holds."""
-        return 0 if self.sequence is None else self.sequence.length
-
-    @property
-    def known(self) -> int:
-        """Tokens of prompt and answer so far."""
-        return len(self.request.prompt) + len(self.answer.tokens)
-
-    @property
-    def reading(self) -> bool:
-        """Whether more than the last token is still to be read."""
-        return self.read == 0 or self.known - self.read > 1 or not self.answer.tokens
-
-    @property
-    def needs(self) -> int:
-        """Tokens of the blocks that it must have to go on."""
-        return blocks(self.known)
-
-    def tokens(self, start: int, end: int) -> list[int]:
-        """Those of prompt and answer in a row."""
-        prompt = self.request.prompt
-        return [
-            *prompt[start:end],
-            *self.answer.tokens[max(start - len(prompt), 0) : max(end - len(prompt), 0)],
-        ]
-
-    def overdue(self) -> FinishReason | None:
-        """Why it must end now, if it must."""
-        if self.handle.cancelled:
-            return "cancelled"
-        return "deadline" if self.until is not None and clock() >= self.until else None
 
 
 class Scheduler:
@@ -161,8 +79,8 @@ class Scheduler:
         self._prompts: deque[tuple[int, ...]] = deque(maxlen=PROMPTS)
         self._wake = threading.Condition()
         # What follows is changed under the condition's lock.
-        self._queue: FairQueue[_Job] = FairQueue()
-        self._running: list[_Job] = []  # in the order of their admission
+        self._queue: FairQueue[Job] = FairQueue()
+        self._running: list[Job] = []  # in the order of their admission
         self._accepting, self._closing = True, False
         self._hits = self._prompt_tokens = self._made = self._steps = self._batch = self._preemptions = 0
         self._step_s = 0.0
@@ -209,7 +127,7 @@ class Scheduler:
         """
         limit = self.check(request)
         handle = Handle(self._notify)
-        job = _Job(request, Answer(self.runnable, request, limit), sink, handle)
+        job = Job(request, Answer(self.runnable, request, limit), sink, handle)
         with self._wake:
             if not self._accepting:
                 raise HeteroError("the engine accepts no more requests")
@@ -285,7 +203,7 @@ class Scheduler:
             self._batch = len(writers)
             self._step_s = clock() - began
 
-    def _next_reader(self) -> _Job | None:
+    def _next_reader(self) -> Job | None:
         """Whose prompt is read next: the oldest's and the one with least to read take turns.
 
         So a short prompt does not wait for a long one, and short ones cannot keep a long one out for ever.
@@ -332,14 +250,14 @@ class Scheduler:
                     self._start_from(job, *found)
                     self._store.shrink(room)
 
-    def _start_from(self, job: _Job, entry: Entry, used: int) -> None:
+    def _start_from(self, job: Job, entry: Entry, used: int) -> None:
         assert job.sequence is not None
         job.sequence.begin(entry.cache, len(entry.tokens), used)
         if not job.answer.tokens:
             job.answer.cached = used
             self._hits += used
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: Job) -> None:
         """Begin with what is known of the prompt, of kept sequences and of running ones."""
         if not job.answer.tokens:
             job.answer.begin()
@@ -361,7 +279,7 @@ class Scheduler:
         if prompt not in self._prompts:
             self._prompts.append(prompt)
 
-    def _read(self, job: _Job, beside: bool) -> None:
+    def _read(self, job: Job, beside: bool) -> None:
         """Read the next piece of a prompt (and of what its answer had when it was sent back)."""
         piece = self._pace.piece() if beside else self._chunk
         if self.runnable.whole_prompt:
@@ -389,7 +307,7 @@ class Scheduler:
             job.answer.read()
             self._take(job, logits)
 
-    def _keep(self, job: _Job, cache: object) -> None:
+    def _keep(self, job: Job, cache: object) -> None:
         """Let later requests begin with what this one's sequence holds."""
         sequence = job.sequence
         assert sequence is not None
@@ -397,7 +315,7 @@ class Scheduler:
             self._store.put(Entry(tuple(job.tokens(0, sequence.length)), cache, sequence.cuttable))
             self._store.shrink(self._kv_total - self._needed())
 
-    def _advance(self, jobs: list[_Job]) -> None:
+    def _advance(self, jobs: list[Job]) -> None:
         """One token of each, in as few passes as can be."""
         rows = MOST_ROWS if self._stepper.together else 1
         for start in range(0, len(jobs), rows):
@@ -413,7 +331,7 @@ class Scheduler:
             for job, row in zip(batch, logits, strict=True):
                 self._take(job, row)
 
-    def _take(self, job: _Job, logits: Tensor) -> None:
+    def _take(self, job: Job, logits: Tensor) -> None:
         """Draw a token, unless the answer has come to its end without one."""
         try:
             if job.answer.reason is None:
@@ -429,7 +347,7 @@ class Scheduler:
         except Exception as error:
             self._fail(job, error)
 
-    def _fail(self, job: _Job, error: Exception) -> None:
+    def _fail(self, job: Job, error: Exception) -> None:
         if isinstance(error, HeteroError):
             self._end(job, error)
             return
@@ -437,7 +355,7 @@ class Scheduler:
         log.error("a request failed", exc_info=error)
         self._end(job, HeteroError("internal error"))
 
-    def _end(self, job: _Job, event: Result | HeteroError) -> None:
+    def _end(self, job: Job, event: Result | HeteroError) -> None:
         """Free all that a request holds, then tell: who has read the last event finds its place free."""
         job.sequence = None
         with self._wake:
@@ -445,7 +363,7 @@ class Scheduler:
                 self._running.remove(job)
         self._send(job, event)
 
-    def _send(self, job: _Job, event: Piece | Result | HeteroError) -> None:
+    def _send(self, job: Job, event: Piece | Result | HeteroError) -> None:
         try:
             job.sink(event)
         except Exception:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hetero.core import HeteroError, InputError
-from hetero.engine import scheduler as module
+from hetero.engine import job as module
 from hetero.engine.generate import Engine, Runnable
 from hetero.engine.request import QueueFull, Request, Result
 from hetero.engine.sample import SamplingParams

@@ -1,0 +1,95 @@
+"""One request on its way through the scheduler, and what is told of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hetero.core import HeteroError
+from hetero.engine.answer import Answer, clock
+from hetero.engine.forward import Sequence
+from hetero.engine.request import FinishReason, Piece, Request, Result
+from hetero.kv.prefix import blocks
+
+Sink = Callable[[Piece | Result | HeteroError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Of this moment. Tokens of keys and values in whole blocks; counters since the start.
+
+    ``kv_tokens_used``: held by running requests; ``kv_tokens_cached``: kept for reuse, given up when needed.
+    ``batch``: answers that the last step made a token of; ``last_step_s``: how long it took.
+    """
+
+    slots: int
+    running: int
+    waiting: int
+    kv_tokens_used: int
+    kv_tokens_cached: int
+    kv_tokens_total: int
+    prefix_hit_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
+    steps: int
+    last_step_s: float
+    batch: int
+    preemptions: int
+
+
+class Handle:
+    """A request that was submitted."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """End it within one step, as "cancelled". From any thread; after the end it does nothing."""
+        self.cancelled = True
+        self._wake()
+
+
+class Job:
+    """One request on its way through the scheduler."""
+
+    def __init__(self, request: Request, answer: Answer, sink: Sink, handle: Handle) -> None:
+        self.request, self.answer, self.sink, self.handle = request, answer, sink, handle
+        self.until = None if request.deadline_s is None else clock() + request.deadline_s
+        self.sequence: Sequence | None = None
+        self.fork = 0  # where the prompt parts from an earlier one; 0 when that is of no use
+        self.began = clock()
+
+    @property
+    def read(self) -> int:
+        """Tokens that the sequence holds."""
+        return 0 if self.sequence is None else self.sequence.length
+
+    @property
+    def known(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self.request.prompt) + len(self.answer.tokens)
+
+    @property
+    def reading(self) -> bool:
+        """Whether more than the last token is still to be read."""
+        return self.read == 0 or self.known - self.read > 1 or not self.answer.tokens
+
+    @property
+    def needs(self) -> int:
+        """Tokens of the blocks that it must have to go on."""
+        return blocks(self.known)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Those of prompt and answer in a row."""
+        prompt = self.request.prompt
+        return [
+            *prompt[start:end],
+            *self.answer.tokens[max(start - len(prompt), 0) : max(end - len(prompt), 0)],
+        ]
+
+    def overdue(self) -> FinishReason | None:
+        """Why it must end now, if it must."""
+        if self.handle.cancelled:
+            return "cancelled"
+        return "deadline" if self.until is not None and clock() >= self.until else None
