@@ -7,9 +7,11 @@ and allows them only where it is complete.
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from hetero.core import HeteroError, InputError
 
 # Between two parts of a document: what people and models write, too little for a model that loops on blanks.
 BLANKS = r"[ \t]{1,2}|\n[ \t]{0,40}"
+# A divisor becomes an automaton of as many states, and its compiler is given no other limit.
+_MAX_DIVISOR = 10_000
 # Of compiled grammars; a client that sends one schema with every request finds it here.
 _KEPT = 64
 
@@ -93,7 +97,12 @@ class GrammarCompiler:
 
         Raises InputError naming ``field`` for a schema that is wrong or beyond what can be enforced.
         """
-        return self._compile(LLMatcher.grammar_from_json_schema(*_options(schema)), field)
+        try:
+            _check_divisors(schema)
+            source = LLMatcher.grammar_from_json_schema(json.dumps(schema), {"whitespace_pattern": BLANKS})
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{field}: cannot be enforced: {_one_line(str(error))}") from None
+        return self._compile(source, field)
 
     def lark(self, text: str, field: str) -> Grammar:
         """A grammar in llguidance's dialect of Lark. Raises InputError as ``json_schema``."""
@@ -105,7 +114,11 @@ class GrammarCompiler:
             if known is not None:
                 self._known.move_to_end(source)
                 return known
-        inner = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        limits = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
+        inner = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+        if not inner.is_error():
+            # Some of what is too complex shows only at the first token: here, and not in the engine.
+            inner.compute_bitmask()
         if inner.is_error():
             raise InputError(f"{field}: cannot be enforced: {_one_line(inner.get_error())}")
         grammar = Grammar(inner, self._size)
@@ -116,8 +129,16 @@ class GrammarCompiler:
         return grammar
 
 
-def _options(schema: Mapping[str, Any] | bool) -> tuple[str, Any]:
-    return json.dumps(schema), {"whitespace_pattern": BLANKS}
+def _check_divisors(schema: Any) -> None:
+    """Raises ValueError for a multipleOf that would take minutes to compile."""
+    for value in schema.values() if isinstance(schema, Mapping) else schema:
+        if isinstance(value, Mapping | list | tuple):
+            _check_divisors(value)
+    divisor = schema.get("multipleOf") if isinstance(schema, Mapping) else None
+    if isinstance(divisor, int | float) and math.isfinite(divisor):
+        numerator, _ = Fraction(repr(divisor)).as_integer_ratio()
+        if numerator > _MAX_DIVISOR:
+            raise ValueError(f"multipleOf {divisor} is beyond {_MAX_DIVISOR}")
 
 
 def _one_line(error: str) -> str:

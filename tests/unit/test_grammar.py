@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero.core import InputError
+from hetero.core import HeteroError, InputError
 from hetero.engine.grammar import Grammar, GrammarCompiler
 from hetero.engine.sample import Sampler, SamplingParams
 from tests.model.tiny import tiny_tokenizer
@@ -30,6 +30,13 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
     return GrammarCompiler(tiny_tokenizer().backend_tokenizer.to_str(), SIZE, frozenset({END}))
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
 
 
 def write(grammar: Grammar, seed: int, temperature: float = 1.0, width: int = SIZE) -> tuple[list[int], bool]:
@@ -96,6 +103,11 @@ def test_a_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"$ref": "#/nope"}, "/nope"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
+        ({"items": [{"type": "integer", "multipleOf": 9999991}]}, "multipleOf 9999991"),
+        ({"properties": {"a": {"type": "number", "multipleOf": 1234.567}}}, "multipleOf 1234.567"),
+        ({"$ref": "#"}, ""),
+        (nested(400), "recursion"),
+        (nested(5000), "recursion"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused(
@@ -105,3 +117,11 @@ def test_what_cannot_be_enforced_is_refused(
         compiler.json_schema(schema, "response_format")
     assert reason in str(told.value)
     assert "\n" not in str(told.value)
+
+
+def test_what_becomes_too_complex_ends_the_answer_alone(compiler: GrammarCompiler) -> None:
+    many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(600)}}
+    grammar = compiler.json_schema(many, "f")
+    with pytest.raises(HeteroError, match="cannot go on"):
+        write(grammar, 0)
+    write(compiler.json_schema(SCHEMA, "f"), 0)
