@@ -31,8 +31,6 @@ class Source:
         self._blank = ""
         self._strip = False
 
-    # Reading
-
     def mark(self, already: str) -> None:
         """Begin to remember what is consumed, after ``already``, in case it must be given back as text."""
         self._marked = [already]
@@ -102,8 +100,6 @@ class Source:
             if self.ended or not any(text.startswith(self.rest) for text in texts):
                 return None
             yield
-
-    # Writing
 
     def content(self, text: str) -> None:
         """Text for the user. White space waits until it is clear that no tag follows which swallows it."""
