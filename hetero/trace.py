@@ -237,23 +237,23 @@ class Summary:
 
 
 def summarise(steps: Sequence[Step]) -> Summary:
-    def total(field: Literal["duration", "nbytes"], **wanted: str) -> int:
-        return sum(
-            getattr(part, field)
-            for step in steps
-            for part in step.parts
-            if all(getattr(part, name) == value for name, value in wanted.items())
-        )
-
+    times = dict.fromkeys((EXPERTS, DENSE, SHARED, "pcie"), 0)
+    sizes = {EXPERTS: 0, "pcie": 0}
+    for step in steps:
+        for _, lane, name, _, _, start, end, nbytes, _ in step.parts:
+            kind = "pcie" if lane == "pcie" else name
+            times[kind] += end - start
+            if nbytes:
+                sizes[kind] += nbytes
     return Summary(
         steps=len(steps),
         tokens=sum(step.span.tokens for step in steps),
         seconds=sum(step.span.duration for step in steps) / 1e9,
-        experts_s=total("duration", name=EXPERTS) / 1e9,
-        dense_s=(total("duration", name=DENSE) + total("duration", name=SHARED)) / 1e9,
-        pcie_s=total("duration", lane="pcie") / 1e9,
-        expert_bytes=total("nbytes", name=EXPERTS),
-        pcie_bytes=total("nbytes", lane="pcie"),
+        experts_s=times[EXPERTS] / 1e9,
+        dense_s=(times[DENSE] + times[SHARED]) / 1e9,
+        pcie_s=times["pcie"] / 1e9,
+        expert_bytes=sizes[EXPERTS],
+        pcie_bytes=sizes["pcie"],
     )
 
 

@@ -21,7 +21,7 @@ from hetero.trace import DENSE, EXPERTS, LANES, Step, clock, recorder, summarise
 # Rates are means over this, seconds.
 WINDOW_S = 2.5
 # Shares are means over as many steps.
-MEAN_STEPS = 32
+MEAN_STEPS = 16
 # Steps whose spans are told; more go by than anybody can see.
 SHOWN_STEPS = 3
 # Spans of a step that are told: a model of 100 layers has 300.
@@ -50,6 +50,11 @@ class Figures:
         found = (module for module in self._model.modules() if isinstance(module, CpuExpertsOp))
         self._experts = sorted(found, key=lambda op: op.layer)
         self._dense = dense_bytes(self._model)
+        # In RAM.
+        self._weights = {
+            "experts": sum(op.backend.nbytes for op in self._experts),
+            "dense weights": sum(w.nbytes for w in self._model.parameters() if w.device.type == "cpu"),
+        }
         self._since = recorder.next_number() + 1
         self._moved = {"gpu": 0, "ram": 0, "pcie": 0}
         self._samples: deque[_Sample] = deque()
@@ -166,10 +171,8 @@ class Figures:
 
     def _memory(self) -> list[dict[str, Any]]:
         """Tiers that there are, with what holds their bytes."""
-        experts = sum(op.backend.nbytes for op in self._experts)
-        dense = sum(w.nbytes for w in self._model.parameters() if w.device.type == "cpu")
         resident, free = resident_bytes(), memory.available().bytes
-        parts = {"experts": experts, "dense weights": dense, "rest": max(0, resident - experts - dense)}
+        parts = self._weights | {"rest": max(0, resident - sum(self._weights.values()))}
         tiers = [{"tier": "RAM", "parts": parts, "free": free}]
         if "cuda" in self._dense:
             free, total = torch.cuda.mem_get_info()
