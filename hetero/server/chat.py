@@ -22,6 +22,7 @@ from hetero.server.errors import told
 from hetero.server.generation import EventStream, Generation, begin, finished, merged
 from hetero.server.grammars import MAX_CALLS, Calls, forced, writes_calls
 from hetero.server.models import check_model
+from hetero.server.prompts import conversation
 from hetero.server.state import AppState
 from hetero.server.tools import Offer, offer, schema_of
 from hetero.server.turns import Turn, client_of, finish_reason
@@ -68,11 +69,8 @@ def plan_of(state: AppState, body: ChatBody, client: str) -> Plan:
             "tools: this model's chat template has no format of tool calls that this server knows; "
             "--tool-format names one"
         )
-    prompt = tokenizer.render(
-        [message.plain() for message in body.messages],
-        [tool.plain() for tool in wanted.tools],
-        _variables(body, tokenizer.template),
-    )
+    variables = _variables(body, tokenizer.template)
+    prompt = conversation(tokenizer, body.messages, wanted.tools, variables)
     one_call = body.parallel_tool_calls is False
     grammar, dialect = _held(state, body, prompt, wanted)
     visible = tokenizer.special(dialect.tags)

@@ -38,10 +38,13 @@ class ToolCall(Strict):
     # Streamed calls carry their place, and clients send back what they have put together.
     index: int | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """As chat templates expect it: the arguments are an object, which they write in their own way."""
-        arguments = json.loads(self.function.arguments or "{}")
-        called = {"name": self.function.name, "arguments": arguments}
+    def plain(self, *, text_arguments: bool = False) -> dict[str, Any]:
+        """As chat templates expect it: most write the arguments in their own way, out of an object."""
+        arguments = self.function.arguments or "{}"
+        called = {
+            "name": self.function.name,
+            "arguments": arguments if text_arguments else json.loads(arguments),
+        }
         return {"id": self.id, "type": "function", "function": called}
 
 
@@ -81,7 +84,7 @@ class Message(Strict):
             raise ValueError("content: missing")
         return self
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self, *, text_arguments: bool = False) -> dict[str, Any]:
         """As chat templates expect it."""
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
@@ -94,7 +97,7 @@ class Message(Strict):
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
-            message["tool_calls"] = [call.plain() for call in self.tool_calls]
+            message["tool_calls"] = [call.plain(text_arguments=text_arguments) for call in self.tool_calls]
         return message
 
 

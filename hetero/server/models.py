@@ -12,6 +12,7 @@ from hetero.core import InputError
 from hetero.model.tokenizer import Tokenizer
 from hetero.server.chat_protocol import Message, Tool
 from hetero.server.errors import NoSuchModelError
+from hetero.server.prompts import conversation
 from hetero.server.protocol import Strict
 from hetero.server.state import AppState
 
@@ -94,9 +95,8 @@ def _tokenize(state: AppState, body: TokenizeBody) -> dict[str, Any]:
         encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_rendered
         tokens = encode(body.prompt)
     else:
-        messages = [message.plain() for message in body.messages or ()]
-        tools = [tool.plain() for tool in body.tools or ()]
-        tokens = tokenizer.encode_rendered(tokenizer.render(messages, tools, body.chat_template_kwargs))
+        text = conversation(tokenizer, body.messages or (), body.tools or (), body.chat_template_kwargs)
+        tokens = tokenizer.encode_rendered(text)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": state.engine.runnable.context,

@@ -449,3 +449,16 @@ def test_channels(monkeypatch: pytest.MonkeyPatch) -> None:
         wanted = {"type": "json_object"}
         message = running.post(CHAT, **options, response_format=wanted)["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("hm", "{}")
+
+
+@pytest.mark.parametrize("written", ["call.function.arguments | tojson", "'' + call.function.arguments"])
+def test_templates_that_want_arguments_as_an_object_or_as_text(written: str) -> None:
+    template = (
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ WRITTEN }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [*ask(), {"role": "assistant", "tool_calls": [call]}]
+    with serving(tokenizer(template.replace("WRITTEN", written))) as running:
+        tokens = running.post("/tokenize", messages=messages)["tokens"]
+        assert running.post("/detokenize", tokens=tokens)["prompt"] == '{"a": 1}'
+        assert running.post(CHAT, messages=messages, max_tokens=1)["usage"]["prompt_tokens"] == len(tokens)
