@@ -67,7 +67,7 @@ class Window:
         self.errors: list[str] = []
         self.asked: list[str] = []
         self.page = context.new_page()
-        self.page.set_default_timeout(15000)
+        self.page.set_default_timeout(30000)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.on("console", self._console)
@@ -81,7 +81,7 @@ class Window:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.page, name)
 
-    def until(self, condition: str, seconds: float = 15.0) -> None:
+    def until(self, condition: str, seconds: float = 30.0) -> None:
         """Wait for an expression to be true. Playwright's own way needs eval, which the page forbids."""
         end = time.monotonic() + seconds
         while not self.page.evaluate(condition):
@@ -350,7 +350,7 @@ def test_server_that_has_gone_is_told_and_found_again(open_page: Open) -> None:
         assert window.said()[0] == "Are you there?"
     with Server("--port", str(port)) as again:
         again.ready(port)
-        window.wait_for_selector("#link[data-kind=good]", timeout=30000)
+        window.wait_for_selector("#link[data-kind=good]", timeout=60000)
         window.get_by_role("button", name="Try again").click()
         window.until("document.querySelector('.assistant .text').textContent.length > 3")
         assert window.locator(".log .alert").count() == 0
