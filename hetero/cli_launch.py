@@ -61,6 +61,9 @@ def _codex(to: Target) -> Setup:
         f"{provider}.base_url": f"{to.url}/v1",
         f"{provider}.env_key": KEY_VARIABLE,
         f"{provider}.wire_api": "responses",
+        # Tools that OpenAI's own servers run or group; this one takes functions.
+        "web_search": "disabled",
+        "features.multi_agent": False,
     }
     words = [word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]
     return Setup({KEY_VARIABLE: to.key}, tuple(words))

@@ -210,6 +210,8 @@ class ResponsesBody(Body):
     safety_identifier: str | None = None
     # All prefixes are reused here.
     prompt_cache_key: str | None = None
+    # What a client notes of itself.
+    client_metadata: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

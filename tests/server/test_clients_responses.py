@@ -226,6 +226,28 @@ def test_a_failure_in_a_stream(served: Served, monkeypatch: pytest.MonkeyPatch) 
     assert last["response"]["output"][0]["content"][0]["text"] == "one two"
 
 
+def test_what_agents_send_along(
+    served: Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Script(served, monkeypatch, "Yes.")
+    got = client.responses.create(
+        model="tiny",
+        input=[
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "b"}]},
+        ],
+        tools=TOOLS,
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        reasoning={"summary": "auto"},
+        store=False,
+        include=["reasoning.encrypted_content"],
+        prompt_cache_key="one",
+        extra_body={"client_metadata": {"turn": "1"}},
+    )
+    assert (got.output_text, got.store) == ("Yes.", False)
+
+
 def test_thinking_off(served: Served, client: openai.OpenAI) -> None:
     def size(**more: Any) -> int:
         got = client.responses.create(model="tiny", input="the whale", max_output_tokens=1, **more)

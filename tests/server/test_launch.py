@@ -101,6 +101,7 @@ def test_runs_the_tool(url: str, path: str, tool: str, key: str) -> None:
     if tool == "codex":
         assert f'model_providers.hetero.base_url="{url}/v1"' in words
         assert 'model="qwen"' in words
+        assert {'web_search="disabled"', "features.multi_agent=false"} <= set(words)
     if tool != "openai":
         bare = hetero(tool, "--exec", "--url", url, path=path, **env)
         assert json.loads(bare.stdout)[0] == words[:-2]
