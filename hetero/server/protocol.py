@@ -12,8 +12,8 @@ from hetero.core import InputError
 from hetero.engine.sample import MAX_SEED, SamplingParams
 
 MAX_STOPS = 16
-# Answers that one call may ask for.
-MAX_CHOICES = 128
+# Answers that one call may ask for: more would not fit the queue, however empty it is.
+MAX_CHOICES = 64
 
 Neutral = Mapping[str, tuple[Any, ...]]
 
