@@ -180,6 +180,9 @@ def shown(window: Window, text: str, **more: Any) -> None:
 
 
 def test_answer_is_streamed_and_ends_with_its_figures(window: Window, served: PageServer) -> None:
+    settings = json.dumps({"temperature": 0, "maxTokens": 80})
+    window.evaluate("settings => localStorage.setItem('hetero.settings', settings)", settings)
+    window.reload()
     served.delay = 0.05
     window.send("Call me")
     window.wait_for_selector("#stop:not([hidden])")
