@@ -30,7 +30,7 @@ from hetero.quant.pack import quantise
 
 GEMV_FORMATS = ("int4", "int4a", "int8", "int8 g128", "fp8", "mxfp4", "nvfp4", "bf16", "f32")
 GEMM_FORMATS = ("int4", "int4a", "int8", "fp8", "mxfp4", "nvfp4", "bf16", "f32")
-GEMM_ROWS = (4, 8, 16, 32, 64, 128)
+GEMM_ROWS = (4, 8, 16, 20, 32, 64, 128, 160)
 ROW_CLASSES = {"gemv": 0, "gemm": 1, "bulk": 2}
 ROUNDS = 5
 K = 2560

@@ -4,23 +4,18 @@
 // T::configure(rows, k_bytes): tiles 0 and 1 hold 16 rows of results, 2 and 3 hold `rows` rows of them; tiles
 // 4
 //   and 5 are activations of 16 rows, 6 of `rows` rows (k_bytes wide each), 7 is weights (k_bytes / 4 rows).
-// T::configure_pair(first, second): tiles 0 and 1 hold `first` rows of results, 2 and 3 `second` rows; 4 and
-// 5
-//   are activations of as many rows, 6 and 7 weights; all 64 bytes wide. `second` may be 0.
-// T::decode<Format>(block, layout, c, to): the 32 k from 32 * c of a block as a tile of bf16 weights, scales
-//   and zero points applied. It may truncate where it multiplies by kCentre.
 // T::zero<t>() T::load<t>(p, stride) T::store<t>(p, stride) T::release()
-// T::dot_ss / dot_su / dot_bf16<result, a, b>(): int8 x int8, int8 x uint8, bf16 x bf16
+// T::dot_ss / dot_su<result, a, b>(): int8 x int8, int8 x uint8; amx_bf16.h has the rest of T
 // T::V is the vector policy (see exact.h) that flushes results; 16 lanes.
 #pragma once
 
+#include "amx_bf16.h"
 #include "exact.h"
 #include "kernels.h"
 
 namespace hetero {
 namespace {
 
-constexpr int64_t kTileRows = 16;
 constexpr int kBatch = 4;             // groups of 32 k whose results are flushed together
 constexpr int64_t kChunkRows = 128;   // rows whose sums are kept in the scratch
 constexpr int64_t kTileFloats = 256;  // a tile of results
@@ -165,122 +160,28 @@ void tile_quant(const uint8_t* w, int64_t blocks, const Layout* layout, const Ro
   T::release();
 }
 
-// Truncated to bf16, a value loses 2^-8 of its binade on average; multiplied by this before, it loses nothing
-// on average and errs as much as one that is rounded (rms 0.0016 of the value).
-constexpr float kCentre = 1.0f + 1.0f / 384;
-
-constexpr int64_t kTileBytes = 1024;  // a tile of weights: 32 k x 16 rows
-constexpr int64_t kRing = 4;          // chunks of 32 k that stay in the scratch where no other rows need them
-constexpr int64_t kChunks = kScratchBytes / (2 * kTileBytes);
-
-// Fetches the bytes of chunk c ahead. Behind the codes and scales of a block the next `blocks` - 1 are at
-// work already, so the fetch goes on behind them.
-template <class T, int Format>
-inline void fetch_chunk(const uint8_t* block, const Layout* layout, int64_t c, int64_t blocks) {
-  using V = typename T::V;
-  int64_t bytes = kTileBytes;
-  if constexpr (Format != kBf16) bytes = Codes<Format>::kGroupBytes;
-  const int64_t skip = (blocks - 1) * layout->block_bytes;
-  int64_t near = c * bytes + kNear, far = c * bytes + kFar;
-  if (near >= layout->block_bytes) near += skip;
-  if (far >= layout->block_bytes) far += skip;
-  for (int64_t line = 0; line < bytes; line += 64) V::prefetch(block + near + line);
-  for (int64_t line = 0; line < bytes; line += 64) V::prefetch_far(block + far + line);
-  if (Format != kBf16 && c % 2 == 0)
-    V::prefetch_far(block + layout->block_bytes + skip + layout->scale_offset + c * kBlockRows);
-}
-
-// One or two tiles of rows against one or two blocks over all k, by bf16 products summed in the tiles. The
-// weights are decoded if `decode`, and then stay in the scratch if `keep`; otherwise they are there.
-template <class T, int Format, bool TwoRows, bool TwoBlocks>
-void pair_product(const uint8_t* w, const Layout* layout, const uint16_t* a, float* y, int64_t ldy,
-                  uint8_t* scratch, bool decode, bool keep) {
-  const int64_t k_pad = layout->k_pad, stride = 2 * k_pad;
-  const uint8_t* next = w + layout->block_bytes;
-  T::template zero<0>();
-  if (TwoBlocks) T::template zero<1>();
-  if (TwoRows) T::template zero<2>();
-  if (TwoRows && TwoBlocks) T::template zero<3>();
-  for (int64_t c = 0; c < k_pad / 32; c++) {
-    const uint8_t *tile = w + c * kTileBytes, *tile_next = next + c * kTileBytes;
-    if (decode) {
-      fetch_chunk<T, Format>(w, layout, c, TwoBlocks ? 2 : 1);
-      if (TwoBlocks) fetch_chunk<T, Format>(next, layout, c, 2);
-    }
-    if constexpr (Format != kBf16) {
-      uint8_t* to = scratch + (keep ? c : c % kRing) * 2 * kTileBytes;
-      if (decode) {
-        T::template decode<Format>(w, layout, c, reinterpret_cast<uint16_t*>(to));
-        if (TwoBlocks)
-          T::template decode<Format>(next, layout, c, reinterpret_cast<uint16_t*>(to + kTileBytes));
-      }
-      tile = to;
-      tile_next = to + kTileBytes;
-    }
-    T::template load<4>(a + c * 32, stride);
-    T::template load<6>(tile, 64);
-    T::template dot_bf16<0, 4, 6>();
-    if (TwoBlocks) {
-      T::template load<7>(tile_next, 64);
-      T::template dot_bf16<1, 4, 7>();
-    }
-    if (TwoRows) {
-      T::template load<5>(a + kTileRows * k_pad + c * 32, stride);
-      T::template dot_bf16<2, 5, 6>();
-      if (TwoBlocks) T::template dot_bf16<3, 5, 7>();
-    }
-  }
-  const int64_t bytes = ldy * static_cast<int64_t>(sizeof(float));
-  T::template store<0>(y, bytes);
-  if (TwoBlocks) T::template store<1>(y + kBlockRows, bytes);
-  if (TwoRows) T::template store<2>(y + kTileRows * ldy, bytes);
-  if (TwoRows && TwoBlocks) T::template store<3>(y + kTileRows * ldy + kBlockRows, bytes);
-}
-
-template <class T, int Format>
-void tile_bulk(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y, int64_t ldy,
-               void* scratch) {
-  const bool once = x->rows <= 2 * kTileRows, keep = !once && layout->k_pad / 32 <= kChunks;
-  int64_t first_now = 0, second_now = 0;
-  for (int64_t b = 0; b < blocks; b += 2)
-    for (int64_t m = 0; m < x->rows; m += 2 * kTileRows) {
-      const int64_t left = x->rows - m, first = left < kTileRows ? left : kTileRows;
-      const int64_t second = left < 2 * kTileRows ? left - first : kTileRows;
-      if (first != first_now || second != second_now) T::configure_pair(first, second);
-      first_now = first, second_now = second;
-      const auto product =
-          second == 0
-              ? (b + 1 < blocks ? pair_product<T, Format, false, true>
-                                : pair_product<T, Format, false, false>)
-              : (b + 1 < blocks ? pair_product<T, Format, true, true> : pair_product<T, Format, true, false>);
-      product(w + b * layout->block_bytes, layout, x->bf16 + m * layout->k_pad, y + m * ldy + b * kBlockRows,
-              ldy, static_cast<uint8_t*>(scratch), m == 0 || !keep, keep);
-    }
-  T::release();
-}
-
-#define HETERO_AMX_UNIT(isa, T)                                                                         \
-  {isa,                                                                                                 \
-   {{{nullptr, nullptr}, {nullptr, nullptr}, {nullptr, nullptr}},                                       \
-    {{nullptr, nullptr}, {nullptr, nullptr}, {tile_bulk<T, kBf16>, "bf16." isa "_bf16.bulk", kInBf16}}, \
-    {{nullptr, nullptr},                                                                                \
-     {tile_quant<T, kInt8>, "int8." isa "_int8.gemm"},                                                  \
-     {tile_bulk<T, kInt8>, "int8." isa "_bf16.bulk", kInBf16}},                                         \
-    {{nullptr, nullptr},                                                                                \
-     {tile_quant<T, kInt4>, "int4." isa "_int8.gemm"},                                                  \
-     {tile_bulk<T, kInt4>, "int4." isa "_bf16.bulk", kInBf16}},                                         \
-    {{nullptr, nullptr},                                                                                \
-     {tile_quant<T, kInt4a>, "int4a." isa "_int8.gemm"},                                                \
-     {tile_bulk<T, kInt4a>, "int4a." isa "_bf16.bulk", kInBf16}},                                       \
-    {{nullptr, nullptr}, {nullptr, nullptr}, {nullptr, nullptr}},                                       \
-    {{nullptr, nullptr},                                                                                \
-     {tile_quant<T, kMxfp4>, "mxfp4." isa "_int8.gemm"},                                                \
-     {tile_quant<T, kMxfp4>, "mxfp4." isa "_int8.gemm"}},                                               \
-    {{nullptr, nullptr},                                                                                \
-     {tile_quant<T, kNvfp4>, "nvfp4." isa "_int8.gemm"},                                                \
-     {tile_quant<T, kNvfp4>, "nvfp4." isa "_int8.gemm"}}},                                              \
-   nullptr,                                                                                             \
-   nullptr,                                                                                             \
+#define HETERO_AMX_UNIT(isa, T)                                                                          \
+  {isa,                                                                                                  \
+   {{{nullptr, nullptr}, {nullptr, nullptr}, {nullptr, nullptr}},                                        \
+    {{nullptr, nullptr}, {nullptr, nullptr}, {tile_bulk<T, kBf16>, "bf16." isa "_bf16.bulk", kInTiles}}, \
+    {{nullptr, nullptr},                                                                                 \
+     {tile_quant<T, kInt8>, "int8." isa "_int8.gemm"},                                                   \
+     {tile_bulk<T, kInt8>, "int8." isa "_bf16.bulk", kInTiles}},                                         \
+    {{nullptr, nullptr},                                                                                 \
+     {tile_quant<T, kInt4>, "int4." isa "_int8.gemm"},                                                   \
+     {tile_bulk<T, kInt4>, "int4." isa "_bf16.bulk", kInTiles}},                                         \
+    {{nullptr, nullptr},                                                                                 \
+     {tile_quant<T, kInt4a>, "int4a." isa "_int8.gemm"},                                                 \
+     {tile_bulk<T, kInt4a>, "int4a." isa "_bf16.bulk", kInTiles}},                                       \
+    {{nullptr, nullptr}, {nullptr, nullptr}, {tile_bulk<T, kFp8>, "fp8." isa "_bf16.bulk", kInTiles}},   \
+    {{nullptr, nullptr},                                                                                 \
+     {tile_quant<T, kMxfp4>, "mxfp4." isa "_int8.gemm"},                                                 \
+     {tile_bulk<T, kMxfp4>, "mxfp4." isa "_bf16.bulk", kInTiles}},                                       \
+    {{nullptr, nullptr},                                                                                 \
+     {tile_quant<T, kNvfp4>, "nvfp4." isa "_int8.gemm"},                                                 \
+     {tile_bulk<T, kNvfp4>, "nvfp4." isa "_bf16.bulk", kInTiles}}},                                      \
+   nullptr,                                                                                              \
+   nullptr,                                                                                              \
    nullptr}
 
 }  // namespace

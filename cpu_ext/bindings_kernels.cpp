@@ -15,6 +15,7 @@
 #include <string>
 
 #include "pack.h"
+#include "rows.h"
 #include "tables.h"
 
 namespace nb = nanobind;
@@ -228,7 +229,8 @@ std::tuple<std::string, double> run_kernel(const std::string& isa, int32_t row_c
   const size_t groups = static_cast<size_t>(layout.k_pad / kActGroup);
   const size_t elements = static_cast<size_t>(rows * layout.k_pad);
   auto scratch = aligned_bytes(kScratchBytes), q = aligned_bytes(elements), f32 = aligned_bytes(elements * 4),
-       bf16 = aligned_bytes(elements * 2);
+       bf16 = aligned_bytes(elements * 2),
+       tiles = aligned_bytes(static_cast<size_t>(tile_rows(rows) * layout.k_pad) * 2);
   auto scale = aligned_bytes(rows * groups * 4), sum = aligned_bytes(rows * groups * 4);
   Rows input = {};
   input.rows = rows;
@@ -244,6 +246,10 @@ std::tuple<std::string, double> run_kernel(const std::string& isa, int32_t row_c
   }
   if (kernel.input == kInBf16) {
     input.bf16 = static_cast<uint16_t*>(bf16.get());
+  } else if (kernel.input == kInTiles) {
+    input.tiles = static_cast<uint16_t*>(tiles.get());
+    lay_tiles(rows, layout.k_pad, static_cast<uint16_t*>(tiles.get()),
+              [&](int64_t m) { return static_cast<const uint16_t*>(bf16.get()) + m * layout.k_pad; });
   } else if (!takes_codes(format)) {
     input.f32 = static_cast<float*>(f32.get());
   } else {

@@ -30,10 +30,10 @@ struct Tiles {
   static void configure_pair(int64_t first, int64_t second) {
     alignas(64) Config c = {};
     c.palette = 1;
-    for (int t = 0; t < 8; t++) {
-      const int64_t rows = t > 5 ? 16 : t == 0 || t == 1 || t == 4 ? first : second;
-      c.column_bytes[t] = rows == 0 ? 0 : 64;
-      c.rows[t] = static_cast<uint8_t>(rows);
+    const int64_t rows[5] = {first, second ? second : first, first, second, kTileRows};
+    for (int t = 0; t < 5; t++) {
+      c.column_bytes[t] = rows[t] == 0 ? 0 : 64;
+      c.rows[t] = static_cast<uint8_t>(rows[t]);
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(c));
   }
@@ -90,38 +90,97 @@ struct Tiles {
                                                     _mm512_castps_si512(low), lanes));
   }
   template <int Format>
-  static void decode(const uint8_t* block, const Layout* layout, int64_t c, uint16_t* to) {
-    const int64_t at = c * 32 / layout->group * kBlockRows;
-    const __m512 scale = _mm512_mul_ps(
-        V::half(reinterpret_cast<const uint16_t*>(block + layout->scale_offset) + at), V::set1(kCentre));
-    const uint8_t* codes = block + c * Codes<Format>::kGroupBytes;
-    auto shift = [&](float power) {  // what takes off the power and the zero point
-      const float zero = Format == kInt8 ? 128 : Format == kInt4 ? 8 : 0;
-      if (Format != kInt4a) return V::mul(scale, V::set1(-power - zero));
-      const __m512 minimum = V::half(reinterpret_cast<const uint16_t*>(block + layout->min_offset) + at);
-      return V::fma(scale, V::set1(-power), V::mul(minimum, V::set1(kCentre)));
-    };
-    const __m512 shift15 = shift(0x1p15f);
-    if (Format == kInt8) {
-      for (int i = 0; i < 8; i++, to += 64) {
-        const __m512i x = _mm512_loadu_si512(codes + 64 * i);
-        store_pair(to, value<15, 0xff00>(_mm512_slli_epi32(x, 8), scale, shift15),
-                   value<15, 0xff00>(x, scale, shift15));
-        store_pair(to + 32, value<15, 0xff00>(_mm512_srli_epi32(x, 8), scale, shift15),
-                   value<15, 0xff00>(_mm512_srli_epi32(x, 16), scale, shift15));
+  class Decoder {
+   public:
+    Decoder(const uint8_t* block, const Layout* layout)
+        : codes_(block),
+          scales_(block + layout->scale_offset),
+          minima_(block + layout->min_offset),
+          shift_(layout->group > kActGroup ? __builtin_ctzll(static_cast<uint64_t>(layout->group / kActGroup))
+                                           : 0) {}
+
+    void begin(int64_t c, uint16_t* to) {
+      at_ = codes_ + c * chunk_bytes<Format>();
+      to_ = to;
+      const int64_t group = c >> shift_;
+      if constexpr (Format == kFp8) {
+        scale_ = V::set1(float_at(scales_ + group * 4) * 256.0f);
+      } else if constexpr (Format == kNvfp4) {
+        scale_ = V::template scale<Format>(scales_ + 2 * group * kBlockRows);
+        second_ = V::template scale<Format>(scales_ + (2 * group + 1) * kBlockRows);
+      } else {
+        constexpr int64_t kBytes = kBlockRows * Codes<Format>::kScaleBytes;
+        scale_ = V::template scale<Format>(scales_ + group * kBytes);
+        if (Format != kMxfp4) scale_ = V::mul(scale_, V::set1(kCentre));
       }
-      return;
+      if constexpr (Format == kInt8 || Format == kInt4) {
+        const float zero = Codes<Format>::kZero;
+        shift15_ = V::mul(scale_, V::set1(-0x1p15f - zero));
+        shift11_ = V::mul(scale_, V::set1(-0x1p11f - zero));
+        shift7_ = V::mul(scale_, V::set1(-0x1p7f - zero));
+      }
+      if constexpr (Format == kInt4a) {
+        const uint16_t* minima = reinterpret_cast<const uint16_t*>(minima_) + group * kBlockRows;
+        const __m512 minimum = V::mul(V::half(minima), V::set1(kCentre));
+        shift15_ = V::fma(scale_, V::set1(-0x1p15f), minimum);
+        shift11_ = V::fma(scale_, V::set1(-0x1p11f), minimum);
+        shift7_ = V::fma(scale_, V::set1(-0x1p7f), minimum);
+      }
     }
-    const __m512 shift7 = shift(0x1p7f), shift11 = shift(0x1p11f);
-    for (int i = 0; i < 4; i++, to += 128) {
-      const __m512i x = _mm512_loadu_si512(codes + 64 * i);
-      const __m512i up = _mm512_slli_epi32(x, 12), down = _mm512_srli_epi32(x, 12);
-      store_pair(to, value<11, 0xf000>(up, scale, shift11), value<15, 0xf00>(x, scale, shift15));
-      store_pair(to + 32, value<7, 0xf0000>(x, scale, shift7), value<11, 0xf000>(down, scale, shift11));
-      store_pair(to + 64, value<7, 0xf0000>(up, scale, shift7), value<11, 0xf000>(x, scale, shift11));
-      store_pair(to + 96, value<15, 0xf00>(down, scale, shift15), value<7, 0xf0000>(down, scale, shift7));
+
+    void step(int i) {
+      uint16_t* to = to_ + 128 * i;
+      if constexpr (Format == kInt8) {
+        for (int half = 0; half < 2; half++, to += 64) {
+          const __m512i x = _mm512_loadu_si512(at_ + 128 * i + 64 * half);
+          store_pair(to, value<15, 0xff00>(_mm512_slli_epi32(x, 8), scale_, shift15_),
+                     value<15, 0xff00>(x, scale_, shift15_));
+          store_pair(to + 32, value<15, 0xff00>(_mm512_srli_epi32(x, 8), scale_, shift15_),
+                     value<15, 0xff00>(_mm512_srli_epi32(x, 16), scale_, shift15_));
+        }
+      } else if constexpr (Format == kFp8) {
+        for (int half = 0; half < 2; half++, to += 64) {
+          __m512 w[4];
+          V::e4m3(at_ + 128 * i + 64 * half, w);
+          store_rounded(to, V::mul(w[0], scale_), V::mul(w[1], scale_));
+          store_rounded(to + 32, V::mul(w[2], scale_), V::mul(w[3], scale_));
+        }
+      } else if constexpr (Codes<Format>::kTable) {
+        const __m512i x = _mm512_loadu_si512(at_ + 64 * i);
+        const __m512 scale = Format == kNvfp4 && i >= 2 ? second_ : scale_;
+        // Nibbles of the first byte of a lane are k and k + 4.
+        store_pair(to, number<0>(x, scale), number<8>(x, scale));
+        store_pair(to + 32, number<16>(x, scale), number<24>(x, scale));
+        store_pair(to + 64, number<4>(x, scale), number<12>(x, scale));
+        store_pair(to + 96, number<20>(x, scale), number<28>(x, scale));
+      } else {
+        const __m512i x = _mm512_loadu_si512(at_ + 64 * i);
+        const __m512i up = _mm512_slli_epi32(x, 12), down = _mm512_srli_epi32(x, 12);
+        store_pair(to, value<11, 0xf000>(up, scale_, shift11_), value<15, 0xf00>(x, scale_, shift15_));
+        store_pair(to + 32, value<7, 0xf0000>(x, scale_, shift7_), value<11, 0xf000>(down, scale_, shift11_));
+        store_pair(to + 64, value<7, 0xf0000>(up, scale_, shift7_), value<11, 0xf000>(x, scale_, shift11_));
+        store_pair(to + 96, value<15, 0xf00>(down, scale_, shift15_),
+                   value<7, 0xf0000>(down, scale_, shift7_));
+      }
     }
-  }
+
+   private:
+    // Of the code at bit Shift of a lane: twice the number of E2M1 times the scale. vpermps looks at 4 bits.
+    template <int Shift>
+    static __m512 number(__m512i x, __m512 scale) {
+      const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12);
+      const __m512i code = Shift == 0 ? x : _mm512_srli_epi32(x, Shift);
+      return V::mul(_mm512_permutexvar_ps(code, numbers), scale);
+    }
+    static void store_rounded(uint16_t* to, __m512 first, __m512 second) {
+      _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    }
+
+    const uint8_t *codes_, *scales_, *minima_, *at_ = nullptr;
+    const int shift_;
+    uint16_t* to_ = nullptr;
+    __m512 scale_, second_, shift15_, shift11_, shift7_;
+  };
 };
 
 const IsaTable kUnit = HETERO_AMX_UNIT("amx", Tiles);

@@ -48,8 +48,9 @@ struct Twin {
   }
   static void configure_pair(int64_t first, int64_t second) {
     require(first > 0 && first <= 16 && second >= 0 && second <= first);
+    const int64_t rows[8] = {first, second ? second : first, first, second, kTileRows};
     for (int t = 0; t < 8; t++) {
-      tiles[t].rows = static_cast<int>(t > 5 ? 16 : t == 0 || t == 1 || t == 4 ? first : second);
+      tiles[t].rows = static_cast<int>(rows[t]);
       tiles[t].bytes = tiles[t].rows == 0 ? 0 : 64;
       memset(tiles[t].data, 0, sizeof tiles[t].data);
     }
@@ -127,23 +128,45 @@ struct Twin {
   }
   // Rounded, where the hardware's centres and truncates.
   template <int Format>
-  static void decode(const uint8_t* block, const Layout* layout, int64_t c, uint16_t* to) {
-    uint8_t codes[512];
-    unpack<Format>(block + c * Codes<Format>::kGroupBytes, codes);
-    const int64_t at = c * 32 / layout->group * kBlockRows * 2;
-    for (int i = 0; i < 512; i++) {  // byte i is k = 4 * (i / 64) + i % 4 of row i / 4 % 16
-      const int row = i / 4 % 16, k = i / 64 * 4 + i % 4;
-      const uint8_t* scale = block + layout->scale_offset + at;
-      const uint8_t* minimum = block + layout->min_offset + at;
-      const float code = Format == kInt4a ? codes[i] : static_cast<int8_t>(codes[i]);
-      uint16_t half[2] = {0, 0};
-      memcpy(&half[0], scale + 2 * row, 2);
-      if (Format == kInt4a) memcpy(&half[1], minimum + 2 * row, 2);
-      const float value = __builtin_fmaf(code, half_to_float(half[0]), half_to_float(half[1]));
-      const uint32_t bits = float_to_bits(value);
-      to[k / 2 * 32 + row * 2 + k % 2] = static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+  class Decoder {
+   public:
+    Decoder(const uint8_t* block, const Layout* layout) : block_(block), layout_(layout) {}
+
+    void begin(int64_t c, uint16_t* to) {
+      for (int k = 0; k < 32; k++)
+        for (int row = 0; row < 16; row++) {
+          const uint32_t bits = float_to_bits(value(32 * c, k, row));
+          tile_[k / 2 * 32 + row * 2 + k % 2] =
+              static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+        }
+      to_ = to;
     }
-  }
+    void step(int i) { memcpy(to_ + 128 * i, tile_ + 128 * i, 256); }
+
+   private:
+    float value(int64_t k0, int k, int row) const {
+      const uint8_t* codes = block_ + k0 / 32 * chunk_bytes<Format>();
+      const uint8_t* scales = block_ + layout_->scale_offset;
+      const uint8_t* minima = block_ + layout_->min_offset;
+      const int64_t at = (k0 + k) / layout_->group * kBlockRows + row;
+      if constexpr (Format == kFp8) {
+        return e4m3_to_float(codes[k / 4 * 64 + row * 4 + k % 4]) *
+               (float_at(scales + (k0 + k) / layout_->group * 4) * 256.0f);
+      } else {
+        const Scalar::W w = Scalar::decode<Format>(codes);
+        const float number = static_cast<float>(w.v[k / 4][4 * row + k % 4]) - Codes<Format>::kZero;
+        const float scale = Scalar::scale<Format>(scales + at / 16 * 16 * Codes<Format>::kScaleBytes).v[row];
+        uint16_t minimum = 0;
+        if (Format == kInt4a) memcpy(&minimum, minima + 2 * at, 2);
+        return __builtin_fmaf(number, scale, half_to_float(minimum));
+      }
+    }
+
+    const uint8_t* block_;
+    const Layout* layout_;
+    uint16_t* to_ = nullptr;
+    uint16_t tile_[512];
+  };
 };
 
 const IsaTable kUnit = HETERO_AMX_UNIT("amx_twin", Twin);

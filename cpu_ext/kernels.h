@@ -64,14 +64,18 @@ struct Layout {
 //   sum    sum of the codes of each group of 32, same shape
 //   f32    the values themselves, zero beyond k
 //   bf16   the values rounded to bf16 (to nearest, ties to even; a NaN stays one), zero beyond k
-// Only what the kernel needs is set. A kernel whose `input` is kInBf16 reads bf16 alone; the others read f32
-// for f32, bf16 and fp8, and q, scale and sum for the other formats.
+//   tiles  the same values in the order in which tile products read them: [ceil(rows / 16)][k_pad /
+//   32][16][32];
+//          rows that do not exist are undefined
+// Only what the kernel needs is set. A kernel whose `input` is kInBf16 reads bf16 alone, one of kInTiles
+// reads tiles alone; the others read f32 for f32, bf16 and fp8, and q, scale and sum for the other formats.
 struct Rows {
   const int8_t* q;
   const float* scale;
   const int32_t* sum;
   const float* f32;
   const uint16_t* bf16;
+  const uint16_t* tiles;
   int64_t rows;
 };
 
@@ -132,7 +136,7 @@ typedef void (*AxpyFn)(float weight, const float* y, float* out, int64_t n);
 //   gemm  any number of rows, exact
 //   bulk  any number of rows; need not be exact: bf16 products with float accumulation are allowed
 enum RowClass : int32_t { kGemv = 0, kGemm = 1, kBulk = 2, kRowClasses = 3 };
-enum RowInput : int32_t { kInFormat = 0, kInBf16 = 1 };
+enum RowInput : int32_t { kInFormat = 0, kInBf16 = 1, kInTiles = 2 };
 struct Kernel {
   GemmFn fn;
   const char* name;  // e.g. "int4.avx512_vnni.gemv": format, instructions really used, class

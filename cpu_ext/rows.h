@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "kernels.h"
 
@@ -34,6 +35,18 @@ struct RowStore {
   static size_t bytes(RowForm form, int64_t rows, int64_t k_pad);
   static RowStore carve(uint8_t** cursor, RowForm form, int64_t rows, int64_t k_pad);
 };
+
+// Rows whose values fill whole tiles.
+constexpr int64_t tile_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
+// Copies rows of k_pad bf16 to tiles, see Rows: tile_rows(rows) * k_pad values. row(m) is where row m begins.
+template <class Row>
+void lay_tiles(int64_t rows, int64_t k_pad, uint16_t* to, Row row) {
+  for (int64_t m = 0; m < rows; ++m) {
+    const uint16_t* from = row(m);
+    uint16_t* at = to + m / 16 * 16 * k_pad + m % 16 * 32;
+    for (int64_t k = 0; k < k_pad; k += 32, at += 512) std::memcpy(at, from + k, 64);
+  }
+}
 
 constexpr size_t align64(size_t n) { return (n + 63) / 64 * 64; }
 

@@ -68,12 +68,15 @@ struct Step {
 
   const Layout& in_layout() const { return mode == Mode::kDown ? down : up; }
 
+  // Inputs of both projections pass through the buffer where they are laid out as tiles.
+  int64_t gather_k() const { return form.halves ? std::max(up.k_pad, down.k_pad) : in_layout().k_pad; }
+
   int64_t row_floats() const {
     return std::max(std::max(up.k_pad, down.k_pad), std::max(up.n_pad, down.n_pad)) + kUnit;
   }
 
   size_t buffer_bytes() const {
-    return static_cast<size_t>(kScratchBytes) + RowStore::bytes(form, max_rows, in_layout().k_pad) +
+    return static_cast<size_t>(kScratchBytes) + RowStore::bytes(form, tile_rows(max_rows), gather_k()) +
            align64(static_cast<size_t>(tile_floats) * 4) + align64(static_cast<size_t>(row_floats()) * 4);
   }
 
@@ -83,7 +86,8 @@ struct Step {
     b.node = ctx.pool->node_of(thread);
     b.scratch = cursor;
     cursor += kScratchBytes;
-    b.gather = RowStore::carve(&cursor, form, max_rows, in_layout().k_pad);
+    b.gather = RowStore::carve(&cursor, form, tile_rows(max_rows), gather_k());
+    b.gather.k_pad = in_layout().k_pad;
     b.tile = reinterpret_cast<float*>(cursor);
     cursor += align64(static_cast<size_t>(tile_floats) * 4);
     b.row = reinterpret_cast<float*>(cursor);
@@ -97,8 +101,9 @@ struct Step {
     return bands[at];
   }
 
-  // Whether the kernel of so many rows reads bf16.
-  bool halves(int64_t rows) const { return band(rows).kernel->input == kInBf16; }
+  // Whether the kernel of so many rows reads bf16, and whether as tiles.
+  bool halves(int64_t rows) const { return band(rows).kernel->input != kInFormat; }
+  bool tiled(int64_t rows) const { return band(rows).kernel->input == kInTiles; }
 
   RowForm form_of_groups() const {
     bool some = false, all = true;
@@ -256,8 +261,19 @@ struct Step {
     return mode == Mode::kDown ? pair : pair / slots;
   }
 
+  // Rows of a store as tiles; row(m) is the number of row m in the store.
+  template <class Row>
+  Rows lay(const RowStore& from, int64_t n, const RowStore& to, Row row) const {
+    lay_tiles(n, from.k_pad, to.bf16, [&](int64_t m) { return from.bf16 + row(m) * from.k_pad; });
+    Rows rows = {};
+    rows.tiles = to.bf16;
+    rows.rows = n;
+    return rows;
+  }
+
   // The input rows of an item, side by side: in place where they already are.
   Rows gather(const Workspace::Group& g, const Workspace::Item& item, const RowStore& to) const {
+    if (tiled(g.rows)) return lay(xs, item.rows, to, [&](int64_t m) { return source(g, item.row + m); });
     const int64_t first = source(g, item.row);
     bool adjacent = true;
     for (int64_t m = 1; m < item.rows && adjacent; ++m) adjacent = source(g, item.row + m) == first + m;
@@ -412,7 +428,9 @@ struct Step {
     const int64_t valid = std::min(hidden - col0, item.units * kBlockRows);
     const int64_t position = g.first + item.row;
     const bool whole = mode == Mode::kWhole;
-    const Rows rows = whole ? hs.at(position, item.rows) : gather(g, item, b.gather);
+    const Rows rows = !whole          ? gather(g, item, b.gather)
+                      : tiled(g.rows) ? lay(hs, item.rows, b.gather, [&](int64_t m) { return position + m; })
+                                      : hs.at(position, item.rows);
     float* to = whole ? y + (position - wave_begin) * ldy + col0 : b.tile;
     const int64_t ld = whole ? ldy : item.units * kBlockRows;
     const uint8_t* w = store.down_block(g.expert, item.part, store.arena_of(item.part, b.node), item.unit);
@@ -462,7 +480,7 @@ struct Step {
 
     int64_t largest = 1;
     for (const auto& g : ws.groups) largest = std::max(largest, g.rows);
-    const int64_t row_bytes = static_cast<int64_t>(RowStore::bytes(form, 1, k_pad));
+    const int64_t row_bytes = static_cast<int64_t>(RowStore::bytes(form, 1, gather_k()));
     max_rows =
         std::min(largest, std::clamp<int64_t>(kGatherBytes / std::max<int64_t>(1, row_bytes), 32, 256));
     tile_floats = kTileFloats;

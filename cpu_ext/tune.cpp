@@ -71,7 +71,8 @@ std::vector<std::vector<double>> kernel_seconds(int32_t format, int32_t group,
   const RowForm form = {true, true, true};
   const size_t weights_at = static_cast<size_t>(kScratchBytes) + RowStore::bytes(form, most, layout.k_pad);
   const size_t results_at = weights_at + align64(static_cast<size_t>(packed_bytes(layout)));
-  Arena memory(results_at + static_cast<size_t>(most * layout.n_pad) * 4);
+  const size_t tiles_at = results_at + align64(static_cast<size_t>(most * layout.n_pad) * 4);
+  Arena memory(tiles_at + static_cast<size_t>(tile_rows(most) * layout.k_pad) * 2);
   uint8_t* cursor = memory.data() + kScratchBytes;
   const RowStore x = RowStore::carve(&cursor, form, most, layout.k_pad);
   uint8_t* weights = memory.data() + weights_at;
@@ -88,12 +89,16 @@ std::vector<std::vector<double>> kernel_seconds(int32_t format, int32_t group,
     table->round(row, kK, x.k_pad, x.bf16 + m * x.k_pad);
   }
 
+  uint16_t* tiles = reinterpret_cast<uint16_t*>(memory.data() + tiles_at);
+  lay_tiles(most, x.k_pad, tiles, [&](int64_t m) { return x.bf16 + m * x.k_pad; });
+
   constexpr double kNever = std::numeric_limits<double>::infinity();
   std::vector<std::vector<double>> best(kernels.size(), std::vector<double>(rows.size(), kNever));
   const double begin = processor_seconds();
   for (size_t round = 0; round < kFewestRounds || processor_seconds() - begin < limit; ++round) {
     for (size_t r = 0; r < rows.size(); ++r) {
-      const Rows input = x.at(0, rows[r]);
+      Rows input = x.at(0, rows[r]);
+      input.tiles = tiles;
       double least = kNever;
       for (const auto& times : best) least = std::min(least, times[r]);
       for (size_t i = 0; i < kernels.size(); ++i) {
