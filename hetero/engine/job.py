@@ -19,7 +19,9 @@ class EngineStatus:
     """Of this moment. Tokens of keys and values in whole blocks; counters since the start.
 
     ``kv_tokens_used``: held by running requests; ``kv_tokens_cached``: kept for reuse, given up when needed.
-    ``batch``: answers that the last step made a token of; ``last_step_s``: how long it took.
+    ``prompt_tokens``: read by the model, again after a return to the queue; ``prefix_hit_tokens``: not read,
+    since they were known. ``batch``: answers that the last step made a token of; ``last_step_s``: how long it
+    took.
     """
 
     slots: int
@@ -57,6 +59,7 @@ class Job:
         self.request, self.answer, self.sink, self.handle = request, answer, sink, handle
         self.until = None if request.deadline_s is None else clock() + request.deadline_s
         self.sequence: Sequence | None = None
+        self.begun = False  # the reading of its prompt, since it was admitted
         self.fork = 0  # where the prompt parts from an earlier one; 0 when that is of no use
         self.began = clock()
 

@@ -24,7 +24,7 @@ from hetero.engine.generate import read_chunk
 from hetero.engine.job import EngineStatus, Handle, Job, Sink
 from hetero.engine.pace import Pace
 from hetero.engine.queue import FairQueue
-from hetero.engine.request import Piece, QueueFull, Request, Result
+from hetero.engine.request import FinishReason, Piece, QueueFull, Request, Result
 from hetero.kv.prefix import BLOCK, Entry, PrefixStore, best, blocks, common
 
 __all__ = ["EngineStatus", "Handle", "Scheduler"]
@@ -218,8 +218,7 @@ class Scheduler:
         with self._wake:
             gone = self._queue.remove(lambda job: job.overdue() is not None)
         for job in gone + [job for job in self._running if job.overdue() is not None]:
-            job.answer.reason = job.overdue()
-            self._end(job, job.answer.result())
+            self._finish(job, job.overdue())
 
     def _make_room(self) -> None:
         """Send requests back to the queue, the last admitted first, until the others can go on."""
@@ -227,53 +226,75 @@ class Scheduler:
             self._store.shrink(self._kv_total - self._needed())
             while self._needed() > self._kv_total:
                 job = self._running.pop()
-                job.sequence = None
+                job.sequence, job.begun = None, False
                 self._queue.push_front(job.request.client, job)
                 self._preemptions += 1
 
     def _admit(self) -> None:
         """Give free slots to waiting requests, as far as there is memory."""
-        with self._wake:
-            while len(self._running) < self._slots and (job := self._queue.peek()) is not None:
-                wanted = job.needs + (HEADROOM if self._running else 0)
-                room = self._kv_total - self._needed() - wanted
-                if room < 0:
-                    return
-                self._queue.pop()
-                self._running.append(job)
-                job.sequence = self._stepper.start()
-                job.began = clock()
-                found = self._store.find(job.tokens(0, job.known)) if self._store.tokens > room else None
+        while (admitted := self._next_admitted()) is not None:
+            job, room = admitted
+            if self._store.tokens <= room:
+                continue
+            with self._wake:
+                found = self._store.find(tuple(job.tokens(0, job.known))) if self._reuses(job) else None
                 self._store.shrink(room, spare=found[0] if found else None)
-                if self._store.tokens > room and found:
-                    # No room for both: what is kept becomes the sequence.
+            if self._store.tokens > room and found:
+                # No room for both: what is kept becomes the sequence.
+                try:
                     self._start_from(job, *found)
+                except Exception as error:
+                    self._fail(job, error)
+                with self._wake:
                     self._store.shrink(room)
 
+    def _next_admitted(self) -> tuple[Job, int] | None:
+        """The next request, now running, and the tokens that may be kept beside it; None: it must wait."""
+        with self._wake:
+            job = self._queue.peek() if len(self._running) < self._slots else None
+            if job is None:
+                return None
+            wanted = job.needs + (HEADROOM if self._running else 0)
+            room = self._kv_total - self._needed() - wanted
+            if room < 0:
+                return None
+            self._queue.pop()
+            self._running.append(job)
+            job.sequence = self._stepper.start()
+            job.began = clock()
+            return job, room
+
+    def _reuses(self, job: Job) -> bool:
+        """Whether it may start from what was read before: scores of a prompt need all of it read."""
+        return self._reuse and not job.answer.scores_prompt
+
     def _start_from(self, job: Job, entry: Entry, used: int) -> None:
+        """Not under the lock: a copy of a long cache takes a while, and the server waits for the lock."""
         assert job.sequence is not None
         job.sequence.begin(entry.cache, len(entry.tokens), used)
         if not job.answer.tokens:
+            with self._wake:
+                self._hits += used - job.answer.cached
             job.answer.cached = used
-            self._hits += used
 
     def _begin(self, job: Job) -> None:
         """Begin with what is known of the prompt, of kept sequences and of running ones."""
+        job.begun = True
         if not job.answer.tokens:
             job.answer.begin()
-        if not self._reuse or job.answer.scores_prompt:
+        if not self._reuses(job):
             return
         tokens = tuple(job.tokens(0, job.known))
         running = [
             Entry(tuple(other.tokens(0, other.read)), other.sequence.cache, True)
             for other in self._running
-            if other.sequence is not None and other.read and other.sequence.cuttable
+            if other is not job and other.sequence is not None and other.read and other.sequence.cuttable
         ]
         with self._wake:
             known = (self._store.find(tokens), best(running, tokens))
-            found = max((each for each in known if each is not None), key=lambda each: each[1], default=None)
-            if found is not None:
-                self._start_from(job, *found)
+        found = max((each for each in known if each is not None), key=lambda each: each[1], default=None)
+        if found is not None and found[1] > job.read:
+            self._start_from(job, *found)
         prompt = job.request.prompt
         job.fork = max((common(prompt, other) for other in self._prompts), default=0)
         if prompt not in self._prompts:
@@ -289,7 +310,7 @@ class Scheduler:
         assert job.sequence is not None
         began = clock()
         try:
-            if job.read == 0:
+            if not job.begun:
                 self._begin(job)
             start, end = job.read, min(job.read + piece, job.known)
             if start < job.fork < end and not job.sequence.cuttable:
@@ -355,6 +376,16 @@ class Scheduler:
         log.error("a request failed", exc_info=error)
         self._end(job, HeteroError("internal error"))
 
+    def _finish(self, job: Job, reason: FinishReason | None) -> None:
+        """End it before its end, with what it has made."""
+        job.answer.reason = reason
+        try:
+            result = job.answer.result()
+        except Exception as error:
+            self._fail(job, error)
+        else:
+            self._end(job, result)
+
     def _end(self, job: Job, event: Result | HeteroError) -> None:
         """Free all that a request holds, then tell: who has read the last event finds its place free."""
         job.sequence = None
@@ -374,5 +405,4 @@ class Scheduler:
         with self._wake:
             jobs = self._running + self._queue.remove(lambda job: True)
         for job in jobs:
-            job.answer.reason = "cancelled"
-            self._end(job, job.answer.result())
+            self._finish(job, "cancelled")

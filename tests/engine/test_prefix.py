@@ -86,14 +86,28 @@ def test_what_is_kept_makes_room_for_requests() -> None:
     large = Request(prompt(2, 200), max_tokens=40)
     cold = solo(run, large)
     assert played(engine, large).token_ids == cold
-    # A request that leaves no room for both starts from what is kept all the same.
-    played(engine, kept)
-    longer = replace(kept, prompt=(*kept.prompt, *prompt(7, 150)), max_tokens=40)
-    cold = solo(run, longer)
-    warm = played(engine, longer)
-    assert warm.token_ids == cold
-    assert warm.usage.cached_tokens == 60
     assert engine.status().preemptions == 0
+
+
+def test_without_room_for_both_what_is_kept_becomes_the_sequence() -> None:
+    run = runnable(context=320)
+    engine = Scheduler(run, kv_tokens=320)
+    kept = Request(prompt(1, 60), max_tokens=4)
+    longer = replace(kept, prompt=(*kept.prompt, *prompt(7, 210)), max_tokens=40)
+    cold = solo(run, longer)
+    played(engine, kept)
+    warm = played(engine, longer)  # 272 and 64 tokens are more than 320
+    assert warm.token_ids == cold
+    assert warm.usage.cached_tokens == engine.status().prefix_hit_tokens == 60
+    # The scores of a prompt need all of it read.
+    played(engine, kept)
+    scored = replace(longer, prompt_logprobs=0)
+    assert engine.status().kv_tokens_cached == 64
+    result = played(engine, scored)
+    assert result.usage.cached_tokens == 0
+    assert result.prompt_logprobs is not None
+    assert len(result.prompt_logprobs) == 270
+    assert result.token_ids == cold
 
 
 def entry(*tokens: int, cuttable: bool = True) -> Entry:

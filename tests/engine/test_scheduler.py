@@ -213,7 +213,8 @@ def test_closing_ends_every_request(run: Runnable) -> None:
 
 
 def test_logits_that_are_not_finite_end_one_request(run: Runnable, passes: Passes) -> None:
-    requests = [Request(prompt(seed), max_tokens=8) for seed in range(3)]
+    # Long enough to be under way together however long the prompts take to read.
+    requests = [Request(prompt(seed), max_tokens=100) for seed in range(3)]
     alone = [solo(run, request) for request in requests]
 
     def poison(output: Any) -> None:
