@@ -94,17 +94,23 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+def kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
     """The JSON types that ``schema`` names; references are looked up in ``root``."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+    return _kinds(schema, root, 0, set())
+
+
+def _kinds(schema: Any, root: Mapping[str, Any], depth: int, seen: set[int]) -> set[str]:
+    # What was seen adds nothing; to follow it again would take time without bound.
+    if not isinstance(schema, Mapping) or depth > _DEEPEST or id(schema) in seen:
         return set()
+    seen.add(id(schema))
     named = schema.get("type")
     if isinstance(named, str):
         return {named}
     if isinstance(named, list):
         return {name for name in named if isinstance(name, str)}
     if isinstance(reference := schema.get("$ref"), str):
-        return kinds(_referred(reference, root), root, depth + 1)
+        return _kinds(_referred(reference, root), root, depth + 1, seen)
     if "const" in schema:
         return {_kind(schema["const"])}
     if isinstance(values := schema.get("enum"), list):
@@ -112,7 +118,7 @@ def kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     found: set[str] = set()
     for word in ("anyOf", "oneOf", "allOf"):
         for part in schema[word] if isinstance(schema.get(word), list) else ():
-            found |= kinds(part, root, depth + 1)
+            found |= _kinds(part, root, depth + 1, seen)
     return found
 
 

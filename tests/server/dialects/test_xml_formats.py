@@ -159,12 +159,15 @@ def test_values_by_type(text: str, allowed: set[str], value: Any) -> None:
 
 
 def test_types_in_a_schema() -> None:
-    root = {"$defs": {"a/b": {"enum": ["x", 1]}, "loop": {"$ref": "#/$defs/loop"}}}
+    root: dict[str, Any] = {"$defs": {"a/b": {"enum": ["x", 1]}, "loop": {"$ref": "#/$defs/loop"}}}
     assert kinds({"$ref": "#/$defs/a~1b"}, root) == {"string", "integer"}
     assert kinds({"$ref": "#/$defs/loop"}, root) == set()
     assert kinds({"$ref": "elsewhere"}, root) == set()
     assert kinds({"type": ["string", "null"]}, root) == {"string", "null"}
     assert kinds({"anyOf": [{"type": "object"}, {"const": True}]}, root) == {"object", "boolean"}
     assert kinds(True, root) == set()
+    # Followed each time, the references would be a thousand to the fourth.
+    root["$defs"]["many"] = {"anyOf": [{"$ref": "#/$defs/many"}] * 1000 + [{"type": "null"}]}
+    assert kinds({"$ref": "#/$defs/many"}, root) == {"null"}
     odd = Tool("f", {"properties": []})
     assert read(QWEN, qwen("f", a="1"), tools=(odd,)).calls == [["f", '{"a": 1}']]
