@@ -106,9 +106,9 @@ class Message(Strict):
     @model_validator(mode="before")
     @classmethod
     def _normal(cls, body: Any) -> Any:
-        if not isinstance(body, Mapping) or body.get("role") not in _KINDS or body.get("content") is None:
+        role = body.get("role") if isinstance(body, Mapping) else None
+        if not isinstance(role, str) or role not in _KINDS or body.get("content") is None:
             return body
-        role = body["role"]
         return {**body, "content": _blocks(body["content"], _KINDS[role], f"{role} content")}
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from hetero.engine.sample import MAX_SEED, SamplingParams
 MAX_STOPS = 16
 # Answers that one call may ask for: more would not fit the queue, however empty it is.
 MAX_CHOICES = 64
+_ID_DIGITS = 18
 
 Neutral = Mapping[str, tuple[Any, ...]]
 
@@ -94,8 +95,9 @@ class Sampling(Body):
     @classmethod
     def _bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for token in bias or ():
-            if not (token.isascii() and token.isdigit()):
-                raise ValueError(f"'{token}' is not a token id")
+            # Longer numbers are no token's, and Python refuses to read very long ones.
+            if not (token.isascii() and token.isdigit() and len(token) <= _ID_DIGITS):
+                raise ValueError(f"'{token[:40]}' is not a token id")
         return bias
 
     @model_validator(mode="after")

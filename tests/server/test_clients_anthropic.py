@@ -320,6 +320,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
     ({"messages": [{"role": "user", "content": []}]}, "content"),
+    ({"messages": [{"role": ["user"], "content": "a"}]}, "role"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "name"),
     ({"tools": TOOLS * 2}, "twice"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),

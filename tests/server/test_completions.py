@@ -291,6 +291,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"300": 1}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"the": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": [1]}, "logit_bias"),
     ({"prompt": "a", "stop": ""}, "stop"),
     ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
