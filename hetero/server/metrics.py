@@ -143,6 +143,7 @@ class _EngineFigures(Collector):
     def collect(self) -> Iterator[Metric]:
         now = self._status()
         total = now.kv_tokens_total
+        prompt = now.prompt_tokens + now.prefix_hit_tokens
         gauges = {
             "num_requests_running": ("Requests that hold a slot.", now.running),
             "num_requests_waiting": ("Requests in the queue.", now.waiting),
@@ -157,12 +158,9 @@ class _EngineFigures(Collector):
             "last_step_seconds": ("Time of the last step.", now.last_step_s),
         }
         counters = {
-            "prompt_tokens": ("Prompt tokens, cached ones included.", now.prompt_tokens),
+            "prompt_tokens": ("Prompt tokens, cached ones included.", prompt),
             "generation_tokens": ("Tokens made.", now.completion_tokens),
-            "prefix_cache_queries": (
-                "Prompt tokens that were looked up among earlier ones.",
-                now.prompt_tokens,
-            ),
+            "prefix_cache_queries": ("Prompt tokens that were looked up among earlier ones.", prompt),
             "prefix_cache_hits": ("Prompt tokens that an earlier request had left.", now.prefix_hit_tokens),
             "num_preemptions": ("Requests sent back to the queue for want of memory.", now.preemptions),
             "engine_steps": ("Steps of the model.", now.steps),

@@ -1,0 +1,19 @@
+"""What the counters of a server count."""
+
+from __future__ import annotations
+
+import re
+
+from tests.server.serving import TEXT, serving, tokenizer
+
+
+def test_prompt_tokens_that_were_known_count_as_looked_up() -> None:
+    with serving(tokenizer()) as running:
+        prompt = "the whale and the sea " * 4
+        size = running.post(TEXT, prompt=prompt, max_tokens=1)["usage"]["prompt_tokens"]
+        known = running.post(TEXT, prompt=prompt, max_tokens=1)["usage"]["prompt_tokens_details"]
+        text = running.client.get("/metrics").text
+    told = {name: float(value) for name, value in re.findall(r"^hetero:(\w+) (\S+)$", text, re.M)}
+    assert known["cached_tokens"] == size - 1
+    assert told["prompt_tokens_total"] == told["prefix_cache_queries_total"] == 2 * size
+    assert told["prefix_cache_hits_total"] == size - 1
