@@ -106,6 +106,11 @@ class Scheduler:
         with self._wake:
             self._accepting = False
 
+    @property
+    def most(self) -> int:
+        """Requests that it holds at once, in slots and in the queue."""
+        return self._slots + self._max_queue
+
     def check(self, request: Request) -> int:
         """Tokens that this request may make at most. Raises InputError when it cannot run at all."""
         limit = check(self.runnable, request)

@@ -15,7 +15,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from hetero.core import HeteroError
+from hetero.core import HeteroError, InputError
 from hetero.engine.request import Piece, Request, Result
 from hetero.server.state import AppState, Event, NotReadyError
 
@@ -80,8 +80,14 @@ class Generation:
 def begin(state: AppState, requests: Sequence[Request]) -> list[Generation]:
     """All of them, or none when one is refused. Call it on the event loop.
 
-    Raises what ``AppState.submit`` raises.
+    Raises what ``AppState.submit`` raises, and InputError for more than the engine ever holds.
     """
+    most = state.engine.most
+    if len(requests) > most:
+        raise InputError(
+            f"n: the call asks for {len(requests)} answers and this server holds at most {most} at once "
+            "(--slots and --max-queue)"
+        )
     begun: list[Generation] = []
     try:
         for request in requests:

@@ -105,14 +105,25 @@ def test_all_choices_of_a_call_end_when_its_client_leaves(served: Served) -> Non
 
 def test_a_full_queue_is_told_before_the_answer_begins(served: Served) -> None:
     gate = Gate(served)
+    first = served.state.submit(Request((5,), max_tokens=400), lambda event: None)
     for stream in (False, True):
-        answer = served.client.post(CHAT, json={"messages": ask(), "n": 9, "stream": stream})
+        answer = served.client.post(CHAT, json={"messages": ask(), "n": 5, "stream": stream})
         assert answer.status_code == 429
         assert int(answer.headers["retry-after"]) >= 1
         assert answer.json()["error"]["type"] == "rate_limit_error"
-    # None of the nine is left behind.
+    # None of the five is left behind.
+    first.cancel()
     gate.open.set()
     idle(served)
+
+
+def test_more_answers_than_the_server_ever_holds_are_a_mistake(served: Served) -> None:
+    for path, body in ((CHAT, {"messages": ask(), "n": 6}), (TEXT, {"prompt": ["a", "b"], "n": 3})):
+        error = served.refused(path, 400, **body)
+        assert error["param"] == "n"
+        assert "6 answers" in error["message"]
+        assert "at most 5" in error["message"]
+    assert len(served.post(CHAT, messages=ask(), n=5, max_tokens=2)["choices"]) == 5
 
 
 def test_requests_side_by_side_do_not_mix(served: Served) -> None:
@@ -202,8 +213,12 @@ def test_none_is_begun_when_one_is_refused(served: Served) -> None:
     async def run() -> None:
         with pytest.raises(InputError, match="400"):
             begin(served.state, [Request((5,), max_tokens=9), Request((400,), max_tokens=9)])
+        four = begin(served.state, [Request((5,), max_tokens=400)] * 4)
         with pytest.raises(QueueFull):
-            begin(served.state, [Request((5,), max_tokens=400)] * 9)
+            begin(served.state, [Request((6,), max_tokens=400)] * 4)
+        for generation in four:
+            generation.cancel()
+            await generation.result()
         (one,) = begin(served.state, [Request((5,), max_tokens=2)])
         assert isinstance(one, Generation)
         assert len((await one.result())[0]) == 2
