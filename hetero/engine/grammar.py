@@ -19,12 +19,14 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
-from hetero.core import HeteroError, InputError
+from hetero.core import InputError
 
 # Between two parts of a document: what people and models write, too little for a model that loops on blanks.
 BLANKS = r"[ \t]{1,2}|\n[ \t]{0,40}"
 # A divisor becomes an automaton of as many states, and its compiler is given no other limit.
 _MAX_DIVISOR = 10_000
+# Optional properties of one object, each of which may come next: the parser holds about 500 side by side.
+_MAX_OPTIONAL = 400
 # Of compiled grammars; a client that sends one schema with every request finds it here.
 _KEPT = 64
 
@@ -41,7 +43,7 @@ class Matcher:
     def mask(self, scores: Tensor) -> Tensor:
         """Scores [V] with those of forbidden tokens at minus infinity; the argument stays as it is.
 
-        Raises HeteroError when the grammar has become too complex to go on.
+        Raises InputError when the grammar has become too complex to go on.
         """
         self._inner.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._check()
@@ -64,7 +66,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._inner.is_error():
-            raise HeteroError(f"the answer's grammar cannot go on: {_one_line(self._inner.get_error())}")
+            raise InputError(f"the answer's grammar cannot go on: {_one_line(self._inner.get_error())}")
 
 
 class Grammar:
@@ -88,17 +90,13 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._known: OrderedDict[str, Grammar] = OrderedDict()
 
-    def json_object(self) -> Grammar:
-        """Any JSON object."""
-        return self.json_schema({"type": "object"}, "response_format")
-
-    def json_schema(self, schema: Mapping[str, Any] | bool, field: str) -> Grammar:
+    def json_schema(self, schema: Mapping[str, Any], field: str) -> Grammar:
         """JSON that ``schema`` accepts.
 
         Raises InputError naming ``field`` for a schema that is wrong or beyond what can be enforced.
         """
         try:
-            _check_divisors(schema)
+            _check_sizes(schema)
             source = LLMatcher.grammar_from_json_schema(json.dumps(schema), {"whitespace_pattern": BLANKS})
         except (ValueError, RecursionError) as error:
             raise InputError(f"{field}: cannot be enforced: {_one_line(str(error))}") from None
@@ -129,12 +127,21 @@ class GrammarCompiler:
         return grammar
 
 
-def _check_divisors(schema: Any) -> None:
-    """Raises ValueError for a multipleOf that would take minutes to compile."""
+def _check_sizes(schema: Any) -> None:
+    """Raises ValueError for a multipleOf that would take minutes to compile, and for an object that would
+    compile but end its answers."""
     for value in schema.values() if isinstance(schema, Mapping) else schema:
         if isinstance(value, Mapping | list | tuple):
-            _check_divisors(value)
-    divisor = schema.get("multipleOf") if isinstance(schema, Mapping) else None
+            _check_sizes(value)
+    if not isinstance(schema, Mapping):
+        return
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, Mapping):
+        needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+        optional = len(properties.keys() - needed)
+        if optional > _MAX_OPTIONAL:
+            raise ValueError(f"an object of {optional} optional properties is beyond {_MAX_OPTIONAL}")
+    divisor = schema.get("multipleOf")
     if isinstance(divisor, int | float) and math.isfinite(divisor):
         numerator, _ = Fraction(repr(divisor)).as_integer_ratio()
         if numerator > _MAX_DIVISOR:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero.core import HeteroError, InputError
+from hetero.core import InputError
 from hetero.engine.grammar import Grammar, GrammarCompiler
 from hetero.engine.sample import Sampler, SamplingParams
 from tests.model.tiny import tiny_tokenizer
@@ -37,6 +37,11 @@ def nested(depth: int) -> dict[str, Any]:
     for _ in range(depth):
         schema = {"type": "array", "items": schema}
     return schema
+
+
+def optional(count: int, name: str = "p") -> dict[str, Any]:
+    properties = {f"{name}_{place}": {"type": "string", "maxLength": 1} for place in range(count)}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def write(grammar: Grammar, seed: int, temperature: float = 1.0, width: int = SIZE) -> tuple[list[int], bool]:
@@ -91,7 +96,7 @@ def test_answers_of_one_grammar_have_places_of_their_own(compiler: GrammarCompil
 def test_a_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
     first = compiler.json_schema(SCHEMA, "f")
     assert compiler.json_schema(SCHEMA, "other") is first
-    assert compiler.json_object() is not first
+    assert compiler.json_schema({"type": "object"}, "f") is not first
 
 
 @pytest.mark.parametrize(
@@ -106,6 +111,7 @@ def test_a_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
         ({"items": [{"type": "integer", "multipleOf": 9999991}]}, "multipleOf 9999991"),
         ({"properties": {"a": {"type": "number", "multipleOf": 1234.567}}}, "multipleOf 1234.567"),
         ({"$ref": "#"}, ""),
+        ({"properties": {"a": optional(401)}}, "401 optional properties is beyond 400"),
         (nested(400), "recursion"),
         (nested(5000), "recursion"),
     ],
@@ -120,8 +126,18 @@ def test_what_cannot_be_enforced_is_refused(
 
 
 def test_what_becomes_too_complex_ends_the_answer_alone(compiler: GrammarCompiler) -> None:
-    many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(600)}}
-    grammar = compiler.json_schema(many, "f")
-    with pytest.raises(HeteroError, match="cannot go on"):
+    parts = [optional(350, f"p{number}") for number in range(2)]
+    grammar = compiler.json_schema({"anyOf": parts}, "f")
+    with pytest.raises(InputError, match="cannot go on"):
         write(grammar, 0)
     write(compiler.json_schema(SCHEMA, "f"), 0)
+
+
+def test_as_many_optional_properties_as_are_let_in_can_be_written(compiler: GrammarCompiler) -> None:
+    grammar = compiler.json_schema(optional(400), "f")
+    tokens, done = write(grammar, 0)
+    assert done
+    assert isinstance(json.loads(tiny_tokenizer().decode(tokens, skip_special_tokens=True)), dict)
+    more = optional(500)
+    more["required"] = [f"p_{place}" for place in range(100)]
+    compiler.json_schema(more, "f")
