@@ -164,7 +164,7 @@ class _Answer:
                     "finish_reason": finish_reason(ends[index], called=turn.called),
                 }
             )
-        return self._head.body(choices) | {"usage": usage(results, len(results))}
+        return self._head.body(choices) | {"usage": self._usage(results)}
 
     async def lines(self, generations: Sequence[Generation]) -> AsyncIterator[str]:
         ends: dict[int, Result] = {}
@@ -184,8 +184,7 @@ class _Answer:
                     reason = finish_reason(event, called=self._turns[index].called)
                     yield self._chunk(index, {}, waiting, reason)
             if self._body.include_usage:
-                results = [ends[index] for index in range(len(generations))]
-                counts = {"usage": usage(results, len(results))}
+                counts = {"usage": self._usage([ends[index] for index in range(len(generations))])}
                 yield sse(self._head.body([], "chat.completion.chunk") | counts)
             yield DONE
         except HeteroError as error:
@@ -195,11 +194,15 @@ class _Answer:
         """Parts of the message that an event makes certain."""
         turn = self._turns[index]
         if isinstance(event, Result):
-            return turn.feed(event.tail) + turn.finish()
-        parts = turn.feed(event.text) if event.text else []
+            return turn.feed(event.tail, 0) + turn.finish()
+        parts = turn.feed(event.text)
         if turn.over:
             generation.cancel()
         return parts
+
+    def _usage(self, results: Sequence[Result]) -> dict[str, Any]:
+        thinking = sum(turn.thinking_tokens for turn in self._turns)
+        return usage(results, len(results)) | {"completion_tokens_details": {"reasoning_tokens": thinking}}
 
     def _keep(self, piece: Piece, scores: list[TokenLogprob]) -> None:
         # The end of the text is no part of the content.

@@ -35,16 +35,19 @@ class Turn:
         self._thinking: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._open = False
+        self._tokens = 0
         self.over = False
+        self.thinking_tokens = 0  # up to the last of the thinking
 
     @property
     def called(self) -> bool:
         """There is a call, and it is whole."""
         return bool(self._calls) and not self._open
 
-    def feed(self, text: str) -> list[dict[str, Any]]:
-        """The parts of the message that this piece of text makes certain."""
-        return self._parts(self._parser.feed(text))
+    def feed(self, text: str, tokens: int = 1) -> list[dict[str, Any]]:
+        """The parts of the message that this piece of text, of so many tokens, makes certain."""
+        self._tokens += tokens
+        return self._parts(self._parser.feed(text)) if text else []
 
     def finish(self) -> list[dict[str, Any]]:
         """What was held back, at the end of the text."""
@@ -77,6 +80,7 @@ class Turn:
             return {"content": delta.text}
         if isinstance(delta, Reasoning):
             self._thinking.append(delta.text)
+            self.thinking_tokens = self._tokens
             return {"reasoning_content": delta.text}
         if isinstance(delta, ToolStart):
             self._open = True

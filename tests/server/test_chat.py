@@ -157,7 +157,13 @@ def test_thinking_is_told_apart(thinking: Served, monkeypatch: pytest.MonkeyPatc
     assert message.pop("reasoning_content").strip() == "the sea </ thi"
     assert message == want
     assert body["choices"][0]["finish_reason"] == "stop"
-    got = joined(thinking.stream(CHAT, messages=ask()))[0]
+    least, most = (
+        len(thinking.tokenizer.encode_rendered(text[: text.index(end)])) for end in ("\n", "\n\nthe")
+    )
+    assert least <= body["usage"]["completion_tokens_details"]["reasoning_tokens"] <= most
+    *chunks, counted = thinking.stream(CHAT, messages=ask(), stream_options={"include_usage": True})
+    assert counted["usage"]["completion_tokens_details"] == body["usage"]["completion_tokens_details"]
+    got = joined(chunks)[0]
     assert (got["reasoning"].strip(), got["content"]) == ("the sea </ thi", "the whale")
     # The end of the text is no token of the content.
     scored = thinking.post(CHAT, messages=ask(), logprobs=True)["choices"][0]["logprobs"]["content"]
