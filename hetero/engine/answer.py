@@ -48,7 +48,9 @@ class Runnable:
 def check(run: Runnable, request: Request) -> int:
     """Tokens that this request may make at most. Raises InputError when it cannot run at all."""
     size = len(request.prompt)
-    worst = max(request.prompt, key=lambda token: token if token >= 0 else run.vocabulary - token)
+    # By C's loops: a server asks this on its event loop, of prompts of any length.
+    least, most = min(request.prompt), max(request.prompt)
+    worst = least if least < 0 else most
     if not 0 <= worst < run.vocabulary:
         raise InputError(f"prompt: token id {worst} is not in the vocabulary of {run.vocabulary}")
     if request.stop and run.tokenizer is None:

@@ -79,12 +79,7 @@ def router(state: AppState) -> APIRouter:
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         check_model(state, body.model)
-        tokenizer = _tokenizer(state)
-        size = state.engine.runnable.vocabulary
-        for token in body.tokens:
-            if not 0 <= token < size:
-                raise InputError(f"tokens: {token} is not in the vocabulary of {size}")
-        return {"prompt": b"".join(map(tokenizer.token_bytes, body.tokens)).decode(errors="replace")}
+        return await run_in_threadpool(_detokenize, state, body)
 
     return routes
 
@@ -105,6 +100,15 @@ def _tokenize(state: AppState, body: TokenizeBody) -> dict[str, Any]:
     if body.return_token_strs:
         answer["token_strs"] = [tokenizer.token_bytes(token).decode(errors="replace") for token in tokens]
     return answer
+
+
+def _detokenize(state: AppState, body: DetokenizeBody) -> dict[str, Any]:
+    tokenizer = _tokenizer(state)
+    size = state.engine.runnable.vocabulary
+    for token in body.tokens:
+        if not 0 <= token < size:
+            raise InputError(f"tokens: {token} is not in the vocabulary of {size}")
+    return {"prompt": b"".join(map(tokenizer.token_bytes, body.tokens)).decode(errors="replace")}
 
 
 def _tokenizer(state: AppState) -> Tokenizer:

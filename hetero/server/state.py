@@ -99,15 +99,14 @@ class AppState:
     def _not_ready(self) -> NotReadyError:
         return NotReadyError(f"the model {self.name} is still being loaded; try again soon")
 
-    def check(self, request: Request) -> int:
-        """Tokens that ``request`` may make at most. Raises InputError when it cannot run at all."""
+    def _check_size(self, request: Request) -> None:
+        """Raises InputError for a prompt that is longer than the limit."""
         most = self.limits.prompt_tokens
         if most is not None and len(request.prompt) > most:
             raise InputError(
                 f"the prompt has {len(request.prompt)} tokens and this server takes at most {most} "
                 "(--max-prompt-tokens)"
             )
-        return self.engine.check(request)
 
     def submit(self, request: Request, sink: Sink) -> Handle:
         """Queue ``request``; ``sink`` gets its events from the engine's thread. The way of every route.
@@ -116,7 +115,7 @@ class AppState:
         """
         if self.draining:
             raise NotReadyError("the server is shutting down")
-        self.check(request)
+        self._check_size(request)
         timeout = self.limits.request_timeout_s
         if timeout is not None:
             own = request.deadline_s
