@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 QUESTION ?= What is the capital of France, and what is it known for?
-PYTEST_ARGS ?=
+# Files of tests go to two processes, since most of them use one core.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 # Threads of torch that wait by spinning take the cores from the experts on a busy machine.
 export OMP_WAIT_POLICY ?= passive

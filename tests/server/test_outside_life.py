@@ -124,9 +124,26 @@ def test_a_signal_while_idle(number: int) -> None:
         assert len(server.said().strip().splitlines()) == 1
 
 
-def test_a_signal_while_loading() -> None:
+def test_a_signal_while_loading(tmp_path: Path) -> None:
+    # An operator of the user's own keeps the model from being ready for as long as the test needs.
+    (tmp_path / "slow.py").write_text(
+        "import time\n"
+        "class Slow:\n"
+        "    @classmethod\n"
+        "    def from_module(cls, module, **_):\n"
+        "        time.sleep(300)\n"
+    )
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "extends: default\n"
+        "rules:\n"
+        "  - name: never done\n"
+        "    match: {name: '^model\\.norm$'}\n"
+        "    replace: {class: slow.Slow}\n"
+    )
     port = free_port()
-    with Server("--port", str(port)) as server:
+    env = {"PYTHONPATH": str(tmp_path)}
+    with Server("--port", str(port), "--rules", str(rules), env=env) as server:
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port), 5).close()
@@ -135,7 +152,7 @@ def test_a_signal_while_loading() -> None:
                 time.sleep(0.01)
         time.sleep(0.3)
         server.signal()
-        assert server.end() == 130
+        assert server.end() == 130, server.said()
         assert "stopped while the model was being loaded" in server.said()
         assert "Traceback" not in server.said()
 
