@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetero.model.caches import copied, copyable, cuttable
+from hetero.model.caches import copied, copyable, cuttable, host_bytes
 from hetero.model.rows import RowsModel, takes_rows
 
 # For so many rows a step, an expert computes the same for a row whatever the others are.
@@ -95,6 +95,11 @@ class Sequence:
     def cuttable(self) -> bool:
         """Whether they may start from a shorter beginning of it."""
         return cuttable(self.cache)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the cache in the machine's memory."""
+        return host_bytes(self.cache)
 
     def begin(self, cache: Any, held: int, used: int) -> None:
         """Start from a copy of a cache that holds ``held`` tokens, with the first ``used`` of them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hetero.core import HeteroError
@@ -96,3 +96,15 @@ class Job:
         if self.handle.cancelled:
             return "cancelled"
         return "deadline" if self.until is not None and clock() >= self.until else None
+
+
+def next_reader(running: Iterable[Job], step: int) -> Job | None:
+    """Whose prompt is read next: the oldest's and the one with least to read take turns.
+
+    So a short prompt does not wait for a long one, and short ones cannot keep a long one out for ever.
+    ``running``: in the order of their admission.
+    """
+    readers = [job for job in running if job.reading]
+    if not readers or step % 2:
+        return min(readers, key=lambda job: job.known - job.read, default=None)
+    return readers[0]

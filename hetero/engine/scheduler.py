@@ -18,10 +18,11 @@ from torch import Tensor
 
 from hetero.config import settings
 from hetero.core import HeteroError, InputError
+from hetero.engine import budget
 from hetero.engine.answer import Answer, Runnable, check, clock
 from hetero.engine.forward import MOST_ROWS, Stepper
 from hetero.engine.generate import read_chunk
-from hetero.engine.job import EngineStatus, Handle, Job, Sink
+from hetero.engine.job import EngineStatus, Handle, Job, Sink, next_reader
 from hetero.engine.pace import Pace
 from hetero.engine.queue import FairQueue
 from hetero.engine.request import FinishReason, Piece, QueueFull, Request, Result
@@ -34,8 +35,6 @@ log = logging.getLogger("hetero.engine")
 # Room for an answer to grow that a request needs to be admitted; without it, one would be let in only to be
 # sent back a few steps later.
 HEADROOM = 4 * BLOCK
-# Tokens for each slot when nothing says how much memory there is; a context beyond is the rare case.
-TOKENS_PER_SLOT = 32768
 # Sequences kept for reuse, for each slot, and the part of the memory that they may take.
 KEPT_PER_SLOT, KEPT_PART = 4, 4
 # Prompts whose tokens are remembered, to see where new ones fork from them.
@@ -64,19 +63,16 @@ class Scheduler:
         for name, value, least in (("slots", slots, 1), ("max_queue", max_queue, 0)):
             if value < least:
                 raise InputError(f"{name}={value}: must be at least {least}")
-        if kv_tokens is not None and kv_tokens < BLOCK:
-            raise InputError(f"kv_tokens={kv_tokens}: must be at least {BLOCK}")
         self.runnable = runnable
         self._stepper = Stepper(runnable.model, rows=True)
         self._chunk = prefill_chunk or settings().prefill_chunk
         self._slots, self._max_queue = slots, max_queue
-        each = TOKENS_PER_SLOT if runnable.context is None else runnable.context
-        total = max(each, slots * min(each, TOKENS_PER_SLOT)) if kv_tokens is None else kv_tokens
-        self._kv_total = blocks(total) if kv_tokens is None else total // BLOCK * BLOCK
+        self._kv_total = budget.tokens(kv_tokens, slots, runnable.context)
         self._store = PrefixStore(slots * KEPT_PER_SLOT, self._kv_total // KEPT_PART)
         self._reuse = prefix_cache and not runnable.whole_prompt
         self._pace = Pace(self._chunk)
         self._prompts: deque[tuple[int, ...]] = deque(maxlen=PROMPTS)
+        self._weighed = False
         self._wake = threading.Condition()
         # What follows is changed under the condition's lock.
         self._queue: FairQueue[Job] = FairQueue()
@@ -196,7 +192,7 @@ class Scheduler:
         self._admit()
         began = clock()
         writers = [job for job in self._running if not job.reading]
-        reader = self._next_reader()
+        reader = next_reader(self._running, self._steps)
         if reader is not None:
             self._read(reader, beside=bool(writers))
         if writers:
@@ -207,16 +203,6 @@ class Scheduler:
             self._steps += 1
             self._batch = len(writers)
             self._step_s = clock() - began
-
-    def _next_reader(self) -> Job | None:
-        """Whose prompt is read next: the oldest's and the one with least to read take turns.
-
-        So a short prompt does not wait for a long one, and short ones cannot keep a long one out for ever.
-        """
-        readers = [job for job in self._running if job.reading]
-        if not readers or self._steps % 2:
-            return min(readers, key=lambda job: job.known - job.read, default=None)
-        return readers[0]
 
     def _reap(self) -> None:
         """End what is cancelled or out of time, waiting or running."""
@@ -330,6 +316,10 @@ class Scheduler:
         if end == job.fork and self._reuse and not job.sequence.cuttable:
             self._keep(job, job.sequence.kept())
         if end == job.known:
+            if not self._weighed and job.sequence.cuttable:
+                self._weighed = True
+                if short := budget.shortage(self._kv_total, job.sequence.length, job.sequence.host_bytes):
+                    log.warning(short)
             job.answer.read()
             self._take(job, logits)
 

@@ -42,6 +42,19 @@ def copied(cache: Any, cut: int = 0) -> Any:
     return _mapped(cache, lambda tensor: tensor.clone())
 
 
+def host_bytes(cache: Any) -> int:
+    """Bytes of a cache's tensors that lie in the machine's memory, not a GPU's."""
+    found: list[int] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            found.append(tensor.nbytes)
+        return tensor
+
+    _mapped(cache, count)
+    return sum(found)
+
+
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same structure with every tensor changed; what is no part of a cache stays shared."""
     if isinstance(value, Tensor):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,8 @@ from hetero.engine.generate import Engine, Runnable
 from hetero.engine.request import QueueFull, Request, Result
 from hetero.engine.sample import SamplingParams
 from hetero.engine.scheduler import Scheduler
+from hetero.hw import memory
+from hetero.kv.prefix import BLOCK
 from tests.engine.played import Listener, Passes, drive, prompt, runnable, scheduler, solo, submit
 from tests.model.quiet import quiet  # noqa: F401  a fixture of every test here
 
@@ -370,3 +374,31 @@ def test_a_step_of_no_request_does_nothing(run: Runnable, passes: Passes) -> Non
     assert passes.shapes == []
     with torch.inference_mode(), pytest.raises(InputError, match="slots=0"):
         Scheduler(run, slots=0)
+
+
+@pytest.mark.parametrize("available", [1 << 16, 1 << 40])
+def test_a_budget_beyond_the_memory_is_told_once(
+    run: Runnable, monkeypatch: pytest.MonkeyPatch, available: int
+) -> None:
+    told: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", told.append)
+    logger = logging.getLogger("hetero.engine")
+    logger.addHandler(handler)
+    monkeypatch.setattr(memory, "available", lambda: memory.Available(available, "a test"))
+    try:
+        engine = Scheduler(run, kv_tokens=4096)
+        for seed in range(2):
+            submit(engine, Request(prompt(seed), max_tokens=2))
+        drive(engine)
+    finally:
+        logger.removeHandler(handler)
+    if available == 1 << 40:
+        assert not told
+        return
+    (record,) = told
+    found = re.search(r"4096 tokens .* --kv-tokens (\d+) fits", record.getMessage())
+    assert found is not None
+    config: Any = run.model.config
+    size = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4
+    assert int(found[1]) == available // size // BLOCK * BLOCK
