@@ -37,9 +37,7 @@ constexpr int64_t chunk_bytes() {
 }
 
 // Two tiles of rows against one block, or one tile of rows against one or two blocks, over the chunks
-// [first, last). Few tiles are in use, and one register takes the weights of both blocks: on cores whose two
-// threads both multiply tiles, eight tiles leave the hardware none to rename, and every load waits for the
-// products that read the tile before (docs/perf.md).
+// [first, last). Two by two would load fewer tiles a product, and was slower on 16 cores (docs/perf.md).
 template <class T, int Format, int RowTiles, int Blocks>
 struct Product {
   const uint8_t* w;

@@ -1,11 +1,7 @@
-// How long a tile product takes, by how many tile registers a loop keeps in use, with one thread and with
-// many.
+// How long a tile product takes beside the loads that feed it, with one thread and with many: products alone,
+// two by two tiles (all eight registers in use), two by one, one by two.
 //
-// On processors whose cores run two threads, both threads' tiles share one file of registers: a loop that
-// uses all eight leaves none to rename, so that each load waits for the products that read the tile before
-// it.
-//
-//   g++ -O2 -std=c++17 -mamx-tile -mamx-bf16 -pthread benchmarks/tile_registers.cpp -o /tmp/tiles &&
+//   g++ -O2 -std=c++17 -mamx-tile -mamx-bf16 -pthread benchmarks/tile_loads.cpp -o /tmp/tiles &&
 //   /tmp/tiles 1 15
 //
 // Needs Linux and a CPU with AMX. Prints nanoseconds a product, the mean over the threads of each one's best
