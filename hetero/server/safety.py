@@ -36,6 +36,8 @@ HEAD_BYTES = 32 << 10
 # A body beyond the limit is read on up to this many times the limit and thrown away: a client that still
 # writes when the connection closes never reads why.
 DISCARDED = 4
+# All bodies together, of requests that are not answered yet, hold as many times the limit of one.
+BODIES = 16
 
 
 class RefusedError(HeteroError):
@@ -99,20 +101,25 @@ class Guard:
         self._policy = policy
         self._digests = tuple(_digest(key) for key in policy.keys)
         self._origins = frozenset(policy.origins)
+        self._held = 0  # bytes of all bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        held: list[int] = []
         try:
-            whole = await self._admit(scope, receive)
-        except RefusedError as error:
-            await _refusal(scope["path"], error)(scope, receive, send)
-            return
-        await self._app(scope, whole, send)
+            try:
+                whole = await self._admit(scope, receive, held)
+            except RefusedError as error:
+                await _refusal(scope["path"], error)(scope, receive, send)
+                return
+            await self._app(scope, whole, send)
+        finally:
+            self._held -= sum(held)
 
-    async def _admit(self, scope: Scope, receive: Receive) -> Receive:
-        """Raises RefusedError, else the receive that gives the body."""
+    async def _admit(self, scope: Scope, receive: Receive, held: list[int]) -> Receive:
+        """Raises RefusedError, else the receive that gives the body. What it takes is put into ``held``."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:
             raise RefusedError(431, f"the headers are larger than {HEAD_BYTES} bytes")
         headers = Headers(scope=scope)
@@ -120,7 +127,7 @@ class Guard:
         self._check_origin(scope["method"], headers)
         if self._digests and not is_open(scope["path"]):
             self._check_key(headers)
-        return await self._with_body(headers, receive)
+        return await self._with_body(headers, receive, held)
 
     def _check_host(self, host: str | None) -> None:
         names = self._policy.hosts
@@ -158,7 +165,7 @@ class Guard:
                 {"www-authenticate": "Bearer"},
             )
 
-    async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
+    async def _with_body(self, headers: Headers, receive: Receive, held: list[int]) -> Receive:
         """A receive that gives the whole body, which has been read within the limits, and then what comes."""
         most = self._policy.body_bytes
         length = headers.get("content-length", "")
@@ -177,6 +184,10 @@ class Guard:
                     part = message.get("body", b"")
                     size += len(part)
                     if size <= most:
+                        if self._held + len(part) > BODIES * most:
+                            raise _crowded()
+                        self._held += len(part)
+                        held.append(len(part))
                         parts.append(part)
                     elif size > DISCARDED * most:
                         raise _too_large(most)
@@ -202,9 +213,12 @@ class Guard:
 
 def _refusal(path: str, error: RefusedError) -> Response:
     """In the form of the API that the path belongs to."""
-    kind = {401: "authentication_error", 403: "permission_error", 413: "request_too_large"}.get(
-        error.status, "invalid_request_error"
-    )
+    kind = {
+        401: "authentication_error",
+        403: "permission_error",
+        413: "request_too_large",
+        503: "overloaded_error",
+    }.get(error.status, "invalid_request_error")
     if path.startswith("/v1/messages"):
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": str(error)}}
     else:
@@ -241,6 +255,11 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _crowded() -> RefusedError:
+    headers = {"connection": "close", "retry-after": "1"}
+    return RefusedError(503, "too many large bodies at once; try again soon", headers)
 
 
 def _too_large(most: int) -> RefusedError:

@@ -63,6 +63,35 @@ def test_bodies_beyond_the_limit() -> None:
     assert asyncio.run(answered(guard, parts(b""), **{"content-length": "41"}))[0] == 413
 
 
+def test_bodies_together_are_bounded() -> None:
+    async def run() -> None:
+        full, over = asyncio.Event(), asyncio.Event()
+        inside = 0
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            nonlocal inside
+            inside += 1
+            if inside == safety.BODIES:
+                full.set()
+            await over.wait()
+            await echo(scope, receive, send)
+
+        guard = Guard(app, Policy(body_bytes=10))
+        held = [asyncio.ensure_future(answered(guard, parts(b"x" * 10))) for _ in range(safety.BODIES)]
+        await full.wait()
+        status, body = await answered(guard, parts(b"x"))
+        assert status == 503
+        assert b"overloaded_error" in body
+        over.set()
+        assert {status for status, _ in await asyncio.gather(*held)} == {200}
+        # What is answered or refused holds nothing.
+        assert (await answered(guard, parts(b"x" * 6, b"x" * 6)))[0] == 413
+        again = [answered(guard, parts(b"x" * 10)) for _ in range(safety.BODIES)]
+        assert {status for status, _ in await asyncio.gather(*again)} == {200}
+
+    asyncio.run(run())
+
+
 def test_a_body_that_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safety, "BODY_S", 0.2)
     guard = Guard(echo, Policy())
