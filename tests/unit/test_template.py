@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -44,7 +45,8 @@ def test_endless_loops_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_in_time_is_left_alone() -> None:
     for _ in range(50):
-        with time_limit(0.001):
+        # On a busy machine a millisecond can pass within the block, and is told there.
+        with contextlib.suppress(OverdueError), time_limit(0.001):
             pass
         # One that comes late would hit here.
         sum(range(2000))
