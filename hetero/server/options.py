@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import re
 import socket
 from dataclasses import dataclass, field
 
@@ -11,6 +12,8 @@ from hetero.core import InputError, MachineError
 from hetero.server.dialects import choose
 from hetero.server.safety import Policy
 from hetero.server.state import Limits
+
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#@\s]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,12 @@ class Options:
         if self.limits.prompt_tokens is not None:
             _at_least("--max-prompt-tokens", self.limits.prompt_tokens, 1)
         _at_least("--max-body", self.policy.body_bytes, 1024)
+        for origin in self.policy.origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise InputError(
+                    f"--cors-origin {origin}: must be * or scheme and host as a browser sends them, "
+                    "without a path and without a slash at the end: https://chat.example"
+                )
         timeout = self.limits.request_timeout_s
         if timeout is not None and not timeout > 0:
             raise InputError(f"--request-timeout {timeout:g}: must be above 0")

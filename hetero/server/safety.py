@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -88,7 +89,11 @@ def _checked(key: str, where: str) -> str:
 
 
 def own_names(host: str, more: Iterable[str] = ()) -> frozenset[str]:
-    """Names by which this machine may be called."""
+    """Names by which this machine may be called. Raises InputError for one of ``more`` that is no name."""
+    more = tuple(more)
+    for name in more:
+        if not name or re.search(r"[/:@\s]", name):
+            raise InputError(f"--allow-host {name}: must be a name alone, without scheme, port and path")
     names = {"localhost", host.lower(), socket.gethostname().lower(), *(name.lower() for name in more)}
     return frozenset(names | {f"{socket.gethostname().lower()}.local"})
 

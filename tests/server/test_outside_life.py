@@ -209,6 +209,8 @@ def test_port_in_use() -> None:
         (("--ctx", "5000"), "--ctx 5000: the context of this model holds 1024 tokens"),
         (("--ctx", "512", "--kv-tokens", "256"), "--ctx 512: the KV cache holds 256 tokens"),
         (("--request-timeout", "-1"), "--request-timeout -1: must be above 0"),
+        (("--cors-origin", "https://a.example/"), "--cors-origin https://a.example/: must be * or scheme"),
+        (("--allow-host", "http://a.example"), "--allow-host http://a.example: must be a name alone"),
         (("--api-key-file", "/no/such/file"), "--api-key-file /no/such/file: cannot be read: No such file"),
         (("--log-file", "/no/such/folder/log"), "--log-file /no/such/folder/log: cannot be written"),
     ],
