@@ -46,6 +46,11 @@ class Tokenizer:
         self._token_bytes: dict[int, bytes] = {}
         # The library's encoder is shared state, and a server encodes from several threads.
         self._encoding = threading.Lock()
+        self._backend: Any = getattr(inner, "backend_tokenizer", None)
+        if self._backend is not None:
+            # Its file may ask for either; a prompt is never cut or filled up.
+            self._backend.no_truncation()
+            self._backend.no_padding()
 
     @property
     def eos_id(self) -> int | None:
@@ -120,6 +125,9 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InputError(f"the text is not valid Unicode at character {error.start}") from None
+        if self._backend is not None:
+            # This call of the library lets other threads run while a long text is read, and shares nothing.
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
         with self._encoding:
             return [int(token) for token in self._inner.encode(text, add_special_tokens=special)]
 
@@ -143,8 +151,7 @@ class Tokenizer:
     @property
     def serialized(self) -> str | None:
         """The tokenizer as the text of a tokenizer.json; None for one that has no such form."""
-        backend = getattr(self._inner, "backend_tokenizer", None)
-        return None if backend is None else str(backend.to_str())
+        return None if self._backend is None else str(self._backend.to_str())
 
     def special(self, texts: Iterable[str]) -> frozenset[int]:
         """Ids of those special tokens, which text leaves out, that are written as one of ``texts``."""
