@@ -10,14 +10,6 @@ from hetero.model.demo import TEST_MODEL
 from hetero.model.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = ["", " ", "the whale", "The sea!\n\n  1234 \t", "naïve 🐋 Ωμέγα", "a" * 3000, "<|endoftext|> x"]
-    "",
-    " ",
-    "the whale",
-    "The sea, the sea!\n\n  1234 \t",
-    "naïve 🐋 Ωμέγα",
-    "a" * 3000,
-    "<|endoftext|> x",
-]
 
 
 @pytest.fixture(scope="module")
