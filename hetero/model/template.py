@@ -32,23 +32,31 @@ def time_limit(seconds: float = RENDER_S) -> Iterator[None]:
     """Raises OverdueError in this thread when its Python code goes on for longer."""
     thread = ctypes.c_ulong(threading.get_ident())
     lock = threading.Lock()
-    over = False
+    over = asked = False
 
     def interrupt() -> None:
+        nonlocal asked
         with lock:
             if not over:
+                asked = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(OverdueError))
 
     timer = threading.Timer(seconds, interrupt)
     timer.daemon = True
     timer.start()
+    came = False
     try:
         yield
+    except OverdueError:
+        came = True
+        raise
     finally:
         with lock:
             over = True
-            # One that was asked for and has not come yet must not hit what runs next.
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
+            # One that was asked for and has not come yet must not hit what runs next. Never without need: the
+            # call leaves the interpreter looking for an exception before every step.
+            if asked and not came:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
         timer.cancel()
 
 
