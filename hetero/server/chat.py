@@ -25,7 +25,7 @@ from hetero.server.models import check_model
 from hetero.server.prompts import conversation
 from hetero.server.state import AppState
 from hetero.server.tools import Offer, offer, schema_of
-from hetero.server.turns import Turn, client_of, finish_reason
+from hetero.server.turns import Reader, Turn, client_of, finish_reason
 
 
 def router(state: AppState) -> APIRouter:
@@ -55,8 +55,9 @@ class Plan:
     dialect: Dialect
     one_call: bool
 
-    def turn(self) -> Turn:
-        return Turn(self.dialect.parser(self.prompt, self.offer.offered), one_call=self.one_call)
+    def reader(self) -> Reader:
+        """Of one answer."""
+        return Reader(self.dialect.parser(self.prompt, self.offer.offered), one_call=self.one_call)
 
 
 def plan_of(state: AppState, body: ChatBody, client: str) -> Plan:
@@ -139,7 +140,7 @@ class _Answer:
     def __init__(self, state: AppState, body: ChatBody, plan: Plan) -> None:
         assert state.tokenizer is not None
         self._body, self._tokenizer = body, state.tokenizer
-        self._turns = [plan.turn() for _ in plan.requests]
+        self._turns = [Turn(plan.reader()) for _ in plan.requests]
         self._eos = frozenset() if body.ignore_eos else state.engine.runnable.eos
         self._head = Head("chatcmpl", "chat.completion", state.name)
 
@@ -161,7 +162,7 @@ class _Answer:
                     "index": index,
                     "message": turn.message(),
                     "logprobs": self._logprobs(scores[index]),
-                    "finish_reason": finish_reason(ends[index], called=turn.called),
+                    "finish_reason": finish_reason(ends[index], called=turn.reader.called),
                 }
             )
         return self._head.body(choices) | {"usage": self._usage(results)}
@@ -181,7 +182,7 @@ class _Answer:
                     waiting.clear()
                 if isinstance(event, Result):
                     ends[index] = event
-                    reason = finish_reason(event, called=self._turns[index].called)
+                    reason = finish_reason(event, called=self._turns[index].reader.called)
                     yield self._chunk(index, {}, waiting, reason)
             if self._body.include_usage:
                 counts = {"usage": self._usage([ends[index] for index in range(len(generations))])}
@@ -194,14 +195,14 @@ class _Answer:
         """Parts of the message that an event makes certain."""
         turn = self._turns[index]
         if isinstance(event, Result):
-            return turn.feed(event.tail, 0) + turn.finish()
+            return turn.finish(event.tail)
         parts = turn.feed(event.text)
-        if turn.over:
+        if turn.reader.over:
             generation.cancel()
         return parts
 
     def _usage(self, results: Sequence[Result]) -> dict[str, Any]:
-        thinking = sum(turn.thinking_tokens for turn in self._turns)
+        thinking = sum(turn.reader.thinking_tokens for turn in self._turns)
         return usage(results, len(results)) | {"completion_tokens_details": {"reasoning_tokens": thinking}}
 
     def _keep(self, piece: Piece, scores: list[TokenLogprob]) -> None:

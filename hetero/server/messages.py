@@ -26,13 +26,13 @@ from starlette.exceptions import HTTPException
 
 from hetero.core import HeteroError, InputError
 from hetero.engine.request import Result
-from hetero.server.chat import Plan, plan_of
+from hetero.server.chat import Plan
 from hetero.server.dialects import Content, Delta, Reasoning, ToolArgs, ToolStart
 from hetero.server.errors import Told, told
 from hetero.server.generation import EventStream, Generation, begin, finished
 from hetero.server.messages_protocol import CountBody, MessagesBody
 from hetero.server.models import check_model
-from hetero.server.replies import Reply, object_of
+from hetero.server.replies import Reply, object_of, plan_for
 from hetero.server.state import AppState
 from hetero.server.turns import client_of
 
@@ -89,7 +89,7 @@ def router(state: AppState) -> APIRouter:
     @routes.post("/v1/messages", response_model=None)
     async def messages(body: MessagesBody, http: HttpRequest) -> Response:
         _check(state, body, http)
-        plan = await run_in_threadpool(_plan, state, body, client_of(http, body.user))
+        plan = await run_in_threadpool(plan_for, state, body, client_of(http, body.user))
         generations = begin(state, plan.requests)
         answer = _Message(state, body, plan, generations[0])
         if body.stream:
@@ -99,7 +99,7 @@ def router(state: AppState) -> APIRouter:
     @routes.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(body: CountBody, http: HttpRequest) -> Response:
         _check(state, body, http)
-        plan = await run_in_threadpool(_plan, state, body, "")
+        plan = await run_in_threadpool(plan_for, state, body, "")
         return JSONResponse({"input_tokens": len(plan.requests[0].prompt)})
 
     return routes
@@ -110,11 +110,6 @@ def _check(state: AppState, body: CountBody, http: HttpRequest) -> None:
     if version is not None and not _VERSION.fullmatch(version):
         raise InputError(f"anthropic-version: must be a date such as 2023-06-01, got '{version}'")
     check_model(state, body.model)
-
-
-def _plan(state: AppState, body: CountBody, client: str) -> Plan:
-    template = "" if state.tokenizer is None else state.tokenizer.template
-    return plan_of(state, body.chat(template), client)
 
 
 class _Message:

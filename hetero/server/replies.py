@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 from hetero.core import InputError
 from hetero.engine.request import Result
-from hetero.server.chat import Plan
+from hetero.server.chat import Plan, plan_of
 from hetero.server.chat_protocol import ChatBody
-from hetero.server.dialects import Delta, Reasoning, ToolEnd, ToolStart
+from hetero.server.dialects import Delta
 from hetero.server.dialects.jsontext import parsed
 from hetero.server.dialects.source import joined
 from hetero.server.generation import Generation
+from hetero.server.state import AppState
 
 
 class Reply:
-    """Reads one generation of a plan; ``called`` and ``result`` are there at its end.
-
-    ``thinking_tokens``: up to the last of the thinking.
-    """
+    """Reads one generation of a plan; ``called``, ``thinking_tokens`` and ``result`` are there at its end."""
 
     def __init__(self, plan: Plan, generation: Generation) -> None:
-        self._parser = plan.dialect.parser(plan.prompt, plan.offer.offered)
-        self._one_call = plan.one_call
+        self._reader = plan.reader()
         self._generation = generation
-        self._open = False
-        self._over = False
-        self._calls = 0
         self._result: Result | None = None
-        self._read_tokens = 0
-        self.thinking_tokens = 0
 
     @property
     def called(self) -> bool:
         """There is a call, and none was cut off."""
-        return self._calls > 0 and not self._open
+        return self._reader.called
+
+    @property
+    def thinking_tokens(self) -> int:
+        """Up to the last of the thinking."""
+        return self._reader.thinking_tokens
 
     @property
     def result(self) -> Result:
@@ -49,32 +46,24 @@ class Reply:
         async for event in self._generation.events():
             if isinstance(event, Result):
                 self._result = event
-                ready = self._read(self._parser.feed(event.tail) + self._parser.finish(), at_end=True)
+                cut = event.finish_reason in ("length", "deadline")
+                ready = self._reader.finish(event.tail, cut=cut)
             else:
-                self._read_tokens += 1
-                ready = self._read(self._parser.feed(event.text)) if event.text else []
-            for delta in ready:
+                ready = self._reader.feed(event.text)
+            for delta in joined(ready):
                 yield delta
-            if self._over:
+            if self._reader.over:
                 self._generation.cancel()
 
-    def _read(self, deltas: list[Delta], *, at_end: bool = False) -> list[Delta]:
-        kept = []
-        cut = at_end and self.result.finish_reason in ("length", "deadline")
-        for delta in joined(deltas):
-            if self._over:
-                break
-            kept.append(delta)
-            if isinstance(delta, Reasoning):
-                self.thinking_tokens = self._read_tokens
-            if isinstance(delta, ToolStart):
-                self._calls += 1
-                self._open = True
-            elif isinstance(delta, ToolEnd):
-                # At the end of the text, a parser closes what was open.
-                self._open = cut
-                self._over = self._one_call
-        return kept
+
+class _Body(Protocol):
+    def chat(self, template: str) -> ChatBody: ...
+
+
+def plan_for(state: AppState, body: _Body, client: str) -> Plan:
+    """The plan of the chat that a body of another API comes to."""
+    template = "" if state.tokenizer is None else state.tokenizer.template
+    return plan_of(state, body.chat(template), client)
 
 
 def chat_of(fields: Mapping[str, Any]) -> ChatBody:

@@ -18,12 +18,12 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
 from hetero.core import HeteroError
-from hetero.server.chat import Plan, plan_of
+from hetero.server.chat import Plan
 from hetero.server.dialects import Content, Delta, Reasoning, ToolArgs, ToolEnd, ToolStart
 from hetero.server.errors import told
 from hetero.server.generation import EventStream, Generation, begin, finished
 from hetero.server.models import check_model
-from hetero.server.replies import Reply
+from hetero.server.replies import Reply, plan_for
 from hetero.server.responses_protocol import ResponsesBody, sealed
 from hetero.server.state import AppState
 from hetero.server.turns import client_of
@@ -39,7 +39,7 @@ def router(state: AppState) -> APIRouter:
     async def responses(body: ResponsesBody, http: HttpRequest) -> Response:
         check_model(state, body.model)
         client = client_of(http, body.safety_identifier or body.user)
-        plan = await run_in_threadpool(_plan, state, body, client)
+        plan = await run_in_threadpool(plan_for, state, body, client)
         generations = begin(state, plan.requests)
         answer = _Response(state, body, plan, generations[0])
         if body.stream:
@@ -47,11 +47,6 @@ def router(state: AppState) -> APIRouter:
         return JSONResponse(await finished(http, generations, answer.whole()))
 
     return routes
-
-
-def _plan(state: AppState, body: ResponsesBody, client: str) -> Plan:
-    template = "" if state.tokenizer is None else state.tokenizer.template
-    return plan_of(state, body.chat(template), client)
 
 
 class _Response:

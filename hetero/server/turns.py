@@ -1,4 +1,4 @@
-"""The assistant's turn as a chat's choice shows it: content, thinking and tool calls, whole or in parts."""
+"""One answer as its text comes in: its deltas, and the assistant's turn that a chat's choice shows."""
 
 from __future__ import annotations
 
@@ -24,34 +24,70 @@ def finish_reason(result: Result, *, called: bool = False) -> str:
     return "tool_calls" if called else "stop"
 
 
-class Turn:
-    """One choice as its text comes in."""
+class Reader:
+    """The deltas of one answer. Under ``one_call`` it is ``over`` at the end of its first call.
+
+    ``thinking_tokens``: up to the last of the thinking.
+    """
 
     def __init__(self, parser: Parser, *, one_call: bool = False) -> None:
-        """``one_call``: the turn is over after its first call."""
         self._parser = parser
         self._one_call = one_call
-        self._content: list[str] = []
-        self._thinking: list[str] = []
-        self._calls: list[dict[str, Any]] = []
+        self._calls = 0
         self._open = False
         self._tokens = 0
         self.over = False
-        self.thinking_tokens = 0  # up to the last of the thinking
+        self.thinking_tokens = 0
 
     @property
     def called(self) -> bool:
-        """There is a call, and it is whole."""
-        return bool(self._calls) and not self._open
+        """There is a call, and none was cut off."""
+        return self._calls > 0 and not self._open
 
-    def feed(self, text: str, tokens: int = 1) -> list[dict[str, Any]]:
-        """The parts of the message that this piece of text, of so many tokens, makes certain."""
-        self._tokens += tokens
-        return self._parts(self._parser.feed(text)) if text else []
+    def feed(self, text: str) -> list[Delta]:
+        """What the text of one more token makes certain."""
+        self._tokens += 1
+        return self._kept(self._parser.feed(text)) if text else []
 
-    def finish(self) -> list[dict[str, Any]]:
-        """What was held back, at the end of the text."""
-        return self._parts(self._parser.finish())
+    def finish(self, tail: str, *, cut: bool = False) -> list[Delta]:
+        """The rest, at the end of the text. ``cut``: the end was not the model's own."""
+        rest = self._parser.feed(tail) if tail else []
+        # A parser closes what was open, also a call that has not come to its end.
+        return self._kept(rest + self._parser.finish(), still_open=cut)
+
+    def _kept(self, deltas: list[Delta], *, still_open: bool = False) -> list[Delta]:
+        kept = []
+        for delta in deltas:
+            if self.over:
+                break
+            kept.append(delta)
+            if isinstance(delta, Reasoning):
+                self.thinking_tokens = self._tokens
+            elif isinstance(delta, ToolStart):
+                self._calls += 1
+                self._open = True
+            elif isinstance(delta, ToolEnd):
+                self._open = still_open
+                self.over = self._one_call
+        return kept
+
+
+class Turn:
+    """One choice as its text comes in."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self._content: list[str] = []
+        self._thinking: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """The parts of the message that the text of one more token makes certain."""
+        return self._parts(self.reader.feed(text))
+
+    def finish(self, tail: str) -> list[dict[str, Any]]:
+        """The rest, at the end of the text."""
+        return self._parts(self.reader.finish(tail))
 
     def message(self) -> dict[str, Any]:
         """All parts together."""
@@ -72,7 +108,7 @@ class Turn:
         return message
 
     def _parts(self, deltas: list[Delta]) -> list[dict[str, Any]]:
-        return [part for delta in deltas if not self.over and (part := self._part(delta))]
+        return [part for delta in deltas if (part := self._part(delta))]
 
     def _part(self, delta: Delta) -> dict[str, Any]:
         if isinstance(delta, Content):
@@ -80,10 +116,8 @@ class Turn:
             return {"content": delta.text}
         if isinstance(delta, Reasoning):
             self._thinking.append(delta.text)
-            self.thinking_tokens = self._tokens
             return {"reasoning_content": delta.text}
         if isinstance(delta, ToolStart):
-            self._open = True
             self._calls.append({"id": delta.id, "name": delta.name, "arguments": []})
             function = {"name": delta.name, "arguments": ""}
             head = {"index": delta.index, "id": delta.id, "type": "function", "function": function}
@@ -91,7 +125,4 @@ class Turn:
         if isinstance(delta, ToolArgs):
             self._calls[delta.index]["arguments"].append(delta.fragment)
             return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.fragment}}]}
-        assert isinstance(delta, ToolEnd)
-        self._open = False
-        self.over = self._one_call
         return {}
