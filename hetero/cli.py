@@ -163,7 +163,7 @@ def run(
     stops = tuple(stop or ())
     request = Request(tuple(_ANY_PROMPT if given_ids is None else given_ids), sampling, max_tokens, stops)
 
-    loaded = _load(model, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
+    loaded = _load(*_folder(model), rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
     ids = given_ids if given_ids is not None else _prompt_ids(loaded, prompt or "", system, raw)
     request = dataclasses.replace(request, prompt=tuple(ids), ignore_eos=ignore_eos)
     engine = Engine(loaded.runnable)
@@ -212,7 +212,7 @@ def chat(
     )
     asked = Request(_ANY_PROMPT, sampling, max_tokens, tuple(stop or ()))
 
-    loaded = _load(model, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
+    loaded = _load(*_folder(model), rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise InputError(
@@ -305,20 +305,13 @@ def serve(
         options = dataclasses.replace(options, policy=policy)
 
         def load() -> Loaded:
-            return _load_folder(folder, name, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
+            return _load(folder, name, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
 
         with to_file(trace, terminal.note):
             serve_model(listener, name, load, options)
 
 
 def _load(
-    model: str | None, *, rules: str | None, sets: list[str] | None, dtype: str, isa: str, threads: int | None
-) -> Loaded:
-    folder, name = _folder(model)
-    return _load_folder(folder, name, rules=rules, sets=sets, dtype=dtype, isa=isa, threads=threads)
-
-
-def _load_folder(
     folder: Path,
     name: str,
     *,

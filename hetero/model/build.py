@@ -216,10 +216,14 @@ def describe(model: Any) -> list[ModuleInfo]:
         classes = tuple(base.__name__ for base in type(module).__mro__ if base is not object)
         if name in blocks:
             classes = (*classes, MOE_BLOCK)
-        found = _LAYER.search(name)
-        layer = int(found.group(1)) if found else None
-        infos.append(ModuleInfo(name, classes, layer, total[name], own[name], specs.get(name)))
+        infos.append(ModuleInfo(name, classes, layer_of(name), total[name], own[name], specs.get(name)))
     return infos
+
+
+def layer_of(name: str) -> int | None:
+    """Index of the layer that a dotted module name is in, None outside layers."""
+    found = _LAYER.search(name)
+    return int(found.group(1)) if found else None
 
 
 def float32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:

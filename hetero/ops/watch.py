@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -13,9 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from hetero.model import build
 from hetero.trace import COPY, EXPERTS, SHARED, Lane, Reading, clock, recorder
 
-_LAYER = re.compile(r"\.(\d+)(?:\.|$)")
 # Chosen experts that wait to be counted; folding as many takes a fraction of a millisecond.
 _FOLD_AT = 4096
 # Most ids that an event keeps for its reader to count; more are counted at once, so that a full ring of long
@@ -145,8 +144,8 @@ def _finish(device: torch.device) -> None:
 
 def layer_of(name: str) -> int:
     """Index of the layer that a dotted module name is in, -1 outside layers."""
-    found = _LAYER.search(name)
-    return int(found.group(1)) if found else -1
+    found = build.layer_of(name)
+    return -1 if found is None else found
 
 
 def watch_steps(model: Any) -> None:
