@@ -1,9 +1,8 @@
 // Products on tiles of bf16 over a policy T of tiles, for any number of rows: weights are decoded to bf16
 // with their scales folded in, and the sums stay in the tiles. See amx_kernels.h for what else T has.
 //
-// T::configure_pair(first, second): tiles 0 and 2, results and activations, have `first` rows; 1 and 3
-// `second`
-//   rows, or where that is 0 tile 1 `first` and 3 none; 4 is weights; all 64 bytes wide.
+// T::configure_pair(first, second): tiles 0 and 2, results and activations, have `first` rows, 1 and 3
+//   `second`, or where that is 0 tile 1 `first` and 3 none; 4 is weights; all 64 bytes wide.
 // T::dot_bf16<result, a, b>()
 // T::Decoder<Format>(block, layout): decodes chunks of 32 k of a block to tiles of bf16, [16 pairs of k][16
 //   outputs][2], scales and zero points applied (of nvfp4 without the scale of the whole matrix, so that they
@@ -152,9 +151,7 @@ void tile_bulk(const uint8_t* w, int64_t blocks, const Layout* layout, const Row
     for (int64_t c = 0; c < chunks; c += panel)
       for (int64_t m = 0; m < rows; m += row_step) {
         const int64_t left = rows - m, first = left < kTileRows ? left : kTileRows;
-        const int64_t second = !wide || left <= kTileRows ? 0
-                               : left < 2 * kTileRows     ? left - first
-                                                          : kTileRows;
+        const int64_t second = wide ? left - first : 0;  // then all rows are in one round
         if (first != first_now || second != second_now) T::configure_pair(first, second);
         first_now = first, second_now = second;
         auto run = [&](auto product) {
