@@ -15,9 +15,7 @@ import contextlib
 import json
 import random
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -25,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from served import serving
 
-READY = re.compile(rb"serving \S+ on (http://\S+) ")
 SUBJECTS = (
     "whale",
     "sea",
@@ -203,41 +201,17 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     minutes = min(args.minutes, 60.0)
-    with tempfile.TemporaryFile() as heard:
-        words = [
-            sys.executable,
-            "-m",
-            "hetero.cli",
-            "serve",
-            *([args.model] if args.model else []),
-            "--port",
-            "0",
-        ]
-        words += ["--set", "experts=f32", "--slots", "8", "--max-queue", "48"]
-        server = subprocess.Popen(words, stderr=heard)
-        try:
-            url = ""
-            while not url:
-                if server.poll() is not None:
-                    heard.seek(0)
-                    print(heard.read().decode())
-                    return 1
-                heard.seek(0)
-                found = READY.search(heard.read())
-                url = found[1].decode() if found else ""
-                time.sleep(0.1)
-            bodies = requests()
-            with httpx.Client(base_url=url, timeout=300) as one:
-                alone = [one.post("/v1/completions", json=b).json()["choices"][0]["text"] for b in bodies]
-            load = Load(url, bodies, alone, time.monotonic() + minutes * 60)
-            samples: list[tuple[float, int]] = []
-            asyncio.run(crowd(load, args.clients, server.pid, samples))
-            result = verdict(load, samples, minutes, figures(url))
-            server.terminate()
-            result["checks"]["exit code 0"] = server.wait(60) == 0
-        finally:
-            if server.poll() is None:
-                server.kill()
+    model = [args.model] if args.model else []
+    with serving(*model, "--set", "experts=f32", "--slots", "8", "--max-queue", "48") as (server, url):
+        bodies = requests()
+        with httpx.Client(base_url=url, timeout=300) as one:
+            alone = [one.post("/v1/completions", json=b).json()["choices"][0]["text"] for b in bodies]
+        load = Load(url, bodies, alone, time.monotonic() + minutes * 60)
+        samples: list[tuple[float, int]] = []
+        asyncio.run(crowd(load, args.clients, server.pid, samples))
+        result = verdict(load, samples, minutes, figures(url))
+        server.terminate()
+        result["checks"]["exit code 0"] = server.wait(60) == 0
     result["clients"] = args.clients
     for name in ("deeds", "statuses", "rss_mb"):
         print(f"{name:10}", "  ".join(f"{k} {v:.0f}" for k, v in result[name].items()))

@@ -12,19 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+from served import serving
 
-READY = re.compile(rb"serving \S+ on (http://\S+) ")
 PROMPT = "Once upon a time there was a whale that"
 
 
@@ -143,36 +141,13 @@ def main() -> int:
         return 0
     model = [args.model] if args.model else []
     options = [word for value in args.sets for word in ("--set", value)]
-    with tempfile.TemporaryFile() as heard:
-        # Without reuse of prefixes: `hetero run` has none, and both must read the same prompt.
-        words = [
-            sys.executable,
-            "-m",
-            "hetero.cli",
-            "serve",
-            *model,
-            "--port",
-            "0",
-            "--no-prefix-cache",
-            *options,
-        ]
-        server = subprocess.Popen(words, stderr=heard)
+    # Without reuse of prefixes: `hetero run` has none, and both must read the same prompt.
+    with serving(*model, "--no-prefix-cache", *options) as (_, url):
         alone = Alone(model, args.sets)
         try:
-            found = None
-            while found is None:
-                if server.poll() is not None:
-                    heard.seek(0)
-                    print(heard.read().decode())
-                    return 1
-                heard.seek(0)
-                found = READY.search(heard.read())
-                time.sleep(0.1)
-            result = measure(found[1].decode(), alone, min(max(args.rounds, 2), 100), min(args.tokens, 1000))
+            result = measure(url, alone, min(max(args.rounds, 2), 100), min(args.tokens, 1000))
         finally:
             alone.close()
-            server.terminate()
-            server.wait(60)
     for name, unit in (("tok_s", "tok/s"), ("ttft_ms", "TTFT ms")):
         key = "rate_ratio" if name == "tok_s" else "ttft_more_ms"
         low, mid, high = result[key]["quartiles"]

@@ -14,24 +14,11 @@ import pytest
 from hetero.server.dialects import Content, Delta
 from hetero.server.messages import with_pauses
 from hetero.server.messages_protocol import CountBody
-from tests.server.clients import TEMPLATE, WEATHER, anthropic_client, call, model
+from tests.server.clients import WEATHER, anthropic_client, call, model
 from tests.server.serving import CONTEXT, Script, Served
 
 TOOLS: list[Any] = [{"name": "get_weather", "description": "The weather.", "input_schema": WEATHER}]
 ASK: list[Any] = [{"role": "user", "content": "the whale"}]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with model() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def blunt() -> Iterator[Served]:
-    """A model that does not think: a random one would never stop."""
-    with model(TEMPLATE.replace("<think>", "")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -11,25 +11,12 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.clients import TEMPLATE, WEATHER, call, model, openai_client
+from tests.server.clients import WEATHER, call, model, openai_client
 from tests.server.serving import Script, Served
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}]
 ASK: list[Any] = [{"role": "user", "content": "the whale"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "messages": ASK, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with model() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def blunt() -> Iterator[Served]:
-    """A model that does not think: a random one would never stop."""
-    with model(TEMPLATE.replace("<think>", "")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -9,23 +9,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.clients import TEMPLATE, WEATHER, call, model, openai_client
+from tests.server.clients import WEATHER, call, openai_client
 from tests.server.serving import Script, Served
 
 TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": None}]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with model() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def blunt() -> Iterator[Served]:
-    """A model that does not think: a random one would never stop."""
-    with model(TEMPLATE.replace("<think>", "")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
