@@ -26,11 +26,3 @@ def same_pool() -> Iterator[None]:
     threads = cpu.threads()
     yield
     cpu.set_threads(threads)
-
-
-@pytest.fixture
-def generator(request: pytest.FixtureRequest) -> torch.Generator:
-    """Fresh values in every run; the seed stands in the failure's captured output."""
-    seed = torch.seed() % 2**31
-    print(f"seed {seed} of {request.node.name}")  # noqa: T201
-    return torch.Generator().manual_seed(seed)

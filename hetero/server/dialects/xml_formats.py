@@ -193,6 +193,7 @@ def _qwen_parameters(src: Source, index: int, tool: Tool | None) -> Steps[str | 
     while (tag := (yield from src.until((_PARAMETER, QWEN_END, QWEN_CLOSE), stray.append))) == _PARAMETER:
         key: list[str] = []
         if (yield from src.until((">",), key.append)) is None:
+            stray += key
             break
         if not (yield from arguments.read("".join(key), _PARAMETER_END, trim=True)):
             break
@@ -217,12 +218,18 @@ def read_glm(src: Source, _: str, offered: Mapping[str, Tool]) -> Steps[None]:
     arguments, stray = Arguments(src, index, offered.get(name)), list[str]()
     while tag == GLM_KEY:
         key: list[str] = []
+        between: list[str] = []
         tag = yield from src.until((GLM_KEY_END,), key.append)
-        if tag and (yield from src.until((GLM_VALUE, QWEN_CLOSE), stray.append)) == GLM_VALUE:
-            if not (yield from arguments.read("".join(key).strip(), GLM_VALUE_END)):
-                tag = None
-                break
-            tag = yield from src.until((GLM_KEY, QWEN_CLOSE), stray.append)
+        if tag:
+            tag = yield from src.until((GLM_VALUE, QWEN_CLOSE), between.append)
+        if tag != GLM_VALUE:
+            stray += key + between
+            break
+        stray += between
+        if not (yield from arguments.read("".join(key).strip(), GLM_VALUE_END)):
+            tag = None
+            break
+        tag = yield from src.until((GLM_KEY, QWEN_CLOSE), stray.append)
     arguments.end(stray, tag, (QWEN_CLOSE,))
 
 
@@ -262,8 +269,10 @@ class Invoke:
         while (tag := (yield from src.until((begin, call_end, *self.closes), stray.append))) == begin:
             key, more = list[str](), list[str]()
             if (yield from src.until(('"',), key.append)) is None:
+                stray += key
                 break
             if (yield from src.until((">",), more.append)) is None:
+                stray += key + more
                 break
             says = re.search(r'string="(true|false)"', "".join(more))
             string = None if says is None else says[1] == "true"

@@ -110,7 +110,7 @@ def test_what_is_no_call_is_text(dialect: Dialect, text: str) -> None:
     [
         (QWEN, "<tool_call><function=get_weather>oops</function></tool_call>"),
         (QWEN, "<function=get_weather>{} oops</function>"),
-        (GLM, "<tool_call>get_weather<arg_key>city</arg_key>oops</tool_call>"),
+        (GLM, "<tool_call>get_weather<arg_key>oo</arg_key>ps</tool_call>"),
         (MINIMAX, '<minimax:tool_call><invoke name="get_weather">oops</invoke></minimax:tool_call>'),
     ],
 )
