@@ -24,7 +24,8 @@ from hetero.model.build import build_meta, describe
 from hetero.model.config import load_config
 from hetero.model.loader import load, plan_load
 from hetero.model.moe_types import WHOLE_PROMPT
-from hetero.model.source import Checkpoint
+from hetero.model.source import Source
+from hetero.model.sources import open_source
 from hetero.model.tokenizer import Tokenizer, load_tokenizer
 from hetero.ops.hops import connect
 from hetero.ops.watch import watch_steps
@@ -96,7 +97,7 @@ def load_model(
         ruleset, modules, devices=devices, ops=schemas_for(op_names()), model_type=config.model_type
     )
     placement = _with_isa(placement, isa)
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_source(folder)
     plan = plan_load(model, checkpoint)
     _check_memory(totals(explain(placement, modules, dtype)), checkpoint, str(folder))
 
@@ -194,7 +195,7 @@ def _with_isa(placement: Placement, isa: str) -> Placement:
     return replace(placement, assignments=tuple(map(change, placement.assignments)))
 
 
-def _check_memory(bytes_of: Mapping[str, int], checkpoint: Checkpoint, name: str) -> None:
+def _check_memory(bytes_of: Mapping[str, int], checkpoint: Source, name: str) -> None:
     """Packed weights and one tensor in flight must fit before anything is read."""
     largest = max((info.nbytes for info in checkpoint.tensors.values()), default=0)
     memory.require(bytes_of.get("cpu", 0) + largest, f"loading {name}")

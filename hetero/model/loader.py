@@ -15,7 +15,7 @@ from hetero.model.build import float32_names, target_dtype
 from hetero.model.convert import EXPERT_PARAMETERS, convert, convert_expert, is_expertwise
 from hetero.model.loadplan import LoadPlan, plan_load, some
 from hetero.model.names import Target
-from hetero.model.source import Checkpoint
+from hetero.model.source import Source
 
 __all__ = ["ExpertSink", "LoadPlan", "LoadReport", "load", "plan_load"]
 
@@ -47,7 +47,7 @@ class LoadReport:
 
 def load(
     model: Any,
-    checkpoint: Checkpoint,
+    checkpoint: Source,
     sinks: Mapping[str, ExpertSink] | None = None,
     *,
     dtype: torch.dtype = torch.float32,
@@ -76,7 +76,7 @@ class _Loading:
     def __init__(
         self,
         model: Any,
-        checkpoint: Checkpoint,
+        checkpoint: Source,
         sinks: dict[str, ExpertSink],
         plan: LoadPlan,
         *,

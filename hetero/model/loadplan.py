@@ -19,7 +19,7 @@ from hetero.core import InputError
 from hetero.model.build import is_experts
 from hetero.model.convert import Layout, convert, convert_expert, is_expertwise, per_expert_sources
 from hetero.model.names import NameMap, Target, map_names
-from hetero.model.source import Checkpoint, unsupported_dtype
+from hetero.model.source import Source, unsupported_dtype
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class LoadPlan:
     tied: dict[str, str]
 
 
-def plan_load(model: Any, checkpoint: Checkpoint) -> LoadPlan:
+def plan_load(model: Any, checkpoint: Source) -> LoadPlan:
     """Match a checkpoint with the tree of ``build_meta``, before any block of it is replaced.
 
     Raises InputError for whatever does not fit.
@@ -77,7 +77,7 @@ def plan_load(model: Any, checkpoint: Checkpoint) -> LoadPlan:
     return plan
 
 
-def _check_present(model: Any, plan: LoadPlan, checkpoint: Checkpoint) -> None:
+def _check_present(model: Any, plan: LoadPlan, checkpoint: Source) -> None:
     """Every parameter and learned buffer has a source, every expert too."""
     present = {name for target in plan.names.targets for name in target.names}
     computed = {name for name, buffer in model.named_buffers() if buffer.device.type != "meta"}
@@ -105,7 +105,7 @@ def _check_present(model: Any, plan: LoadPlan, checkpoint: Checkpoint) -> None:
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def _check_experts(target: Target, pattern: str, count: int, checkpoint: Checkpoint) -> None:
+def _check_experts(target: Target, pattern: str, count: int, checkpoint: Source) -> None:
     """One tensor for each of ``count`` experts, numbered from 0."""
     names = target.sources.get(pattern, [])
     if not names:
@@ -126,7 +126,7 @@ def _check_experts(target: Target, pattern: str, count: int, checkpoint: Checkpo
         )
 
 
-def _check_dtypes(target: Target, state: dict[str, torch.Tensor], checkpoint: Checkpoint) -> None:
+def _check_dtypes(target: Target, state: dict[str, torch.Tensor], checkpoint: Source) -> None:
     if not state[target.name].is_floating_point():
         return
     for name in target.tensors:
@@ -135,7 +135,7 @@ def _check_dtypes(target: Target, state: dict[str, torch.Tensor], checkpoint: Ch
             raise InputError(unsupported_dtype(name, info))
 
 
-def _check_shapes(target: Target, plan: LoadPlan, model: Any, checkpoint: Checkpoint) -> None:
+def _check_shapes(target: Target, plan: LoadPlan, model: Any, checkpoint: Source) -> None:
     """Run the conversion on shapes alone, and compare with the tree."""
     infos = {name: checkpoint.tensors[name] for name in target.tensors}
     if per_expert_sources(target):
@@ -178,7 +178,7 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _dry_run(
-    target: Target, plan: LoadPlan, model: Any, checkpoint: Checkpoint, transposed: Collection[str] = ()
+    target: Target, plan: LoadPlan, model: Any, checkpoint: Source, transposed: Collection[str] = ()
 ) -> dict[str, torch.Size] | None:
     """Shapes that a target's conversion makes, of sources some of which may be taken as transposed.
 

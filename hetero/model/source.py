@@ -1,4 +1,4 @@
-"""Where a model's tensors come from: a folder of safetensors files.
+"""Where a model's tensors come from: ``Source``, and ``Checkpoint``, a folder of safetensors files.
 
 Only headers are read when a checkpoint is opened, and they are checked against their files before any weight
 is read. Tensors are read with ``pread`` into their own memory: a map would count the whole checkpoint in
@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 
 from hetero.core import InputError
+from hetero.formats import Format
+from hetero.quant.pack import Codes
 
 INDEX = "model.safetensors.index.json"
 
@@ -36,24 +38,88 @@ _DTYPES: dict[str, torch.dtype] = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 WEIGHT_DTYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a checkpoint, not read yet."""
+    """One tensor of a source, not read yet."""
 
     shape: tuple[int, ...]
-    dtype: str  # as the file spells it: "BF16"
+    dtype: str  # of what ``read`` gives, as safetensors spells it: "BF16"
     file: Path
     start: int  # of its bytes in the file
-    nbytes: int
+    nbytes: int  # in the file
+    # The packed format that keeps its quantised values exactly; None for a plain tensor, and for a quantised
+    # one whose values no format keeps.
+    format: Format | None = None
+    # Whether the quantised matrix is stored as [n, k] where the tensor is [..., k, n].
+    transposed: bool = False
+    # Why a quantised tensor has no format, for the message where its values shall be kept.
+    inexact: str = ""
 
     @property
     def is_weight(self) -> bool:
         """Whether the dtype is one that weights can be loaded from."""
         return self.dtype in WEIGHT_DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where one part of one expert stands in a source."""
+
+    name: str  # of a tensor
+    index: int | None  # of the expert along dimension 0; None where the tensor is the expert's own
+    # Those of the matrix [n, k] that belong to the part; None: all.
+    rows: slice | None = None
+
+
+class Source(Protocol):
+    """Tensors of one model. Faults of its files are an InputError that names file and tensor.
+
+    ``folder`` is what the user gave: a folder, or a file. ``tensors`` has the logical tensors, by the names
+    that a plain checkpoint of the model on the Hub gives them: a quantised matrix is one tensor, ``weight``,
+    without its scales.
+    """
+
+    folder: Path
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, as stored."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor on the CPU; a quantised one as the floats that it stands for."""
+
+    def read_slice(self, name: str, index: int) -> torch.Tensor:
+        """Element ``index`` along dimension 0, that dimension kept: [1, ...]. Reads nothing else."""
+
+    def codes(self, name: str, index: int | None = None) -> Codes:
+        """The quantised values of a matrix [n, k] in the tensor's ``format``, as ``pack_codes`` takes them.
+
+        ``index``: the expert of a tensor [E, n, k]. InputError where the tensor has no format.
+        """
+
+    def pieces(self, experts: str, expert: int, part: str) -> Piece | None:
+        """Where ``part`` ("gate", "down_bias", ...) of an expert stands, its matrix as [n, k].
+
+        ``experts``: dotted name of the experts module in the model's tree. None where transformers'
+        conversion says it, which is so for checkpoints with the Hub's names. A source says it for all parts
+        of all experts of a module, or for none; expert 0 stands for all.
+        """
+
+    def close(self) -> None:
+        """Close the files. A later read opens them again."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 class Checkpoint:
@@ -95,12 +161,20 @@ class Checkpoint:
         step = info.nbytes // info.shape[0]
         return self._read(name, info, info.start + index * step, (1, *info.shape[1:]))
 
+    def codes(self, name: str, index: int | None = None) -> Codes:
+        """Plain tensors have none: raises InputError."""
+        raise InputError(f"{self._info(name).file}: tensor {name} is not quantised")
+
+    def pieces(self, experts: str, expert: int, part: str) -> Piece | None:
+        """None: transformers' conversions say where experts stand."""
+        return None
+
     def close(self) -> None:
         """Close the files. A later read opens them again."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
