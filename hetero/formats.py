@@ -17,20 +17,61 @@ ACT_GROUP = 32
 GROUPS = (32, 64, 128)
 DEFAULT_GROUP = 32
 
-CODES = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3, "int4a": 4, "fp8": 5, "mxfp4": 6, "nvfp4": 7}
+SUPER_GROUP = 256
+"""Values that share the fp16 scales of a format that has integer scales beside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a format takes in memory. ``scale_bits``: of a row and group, minima and zeros included;
+    of fp8: of a block of rows and group. ``super_scales``: fp16 numbers of a row and 256 values."""
+
+    bits: int
+    scale_bits: int = 0
+    group: int = 0  # where it is part of the definition, and not of the name
+    super_scales: int = 0
+    kept_only: bool = False
+
+
+_KINDS = {
+    "f32": _Kind(32),
+    "bf16": _Kind(16),
+    "int8": _Kind(8, 16),
+    "int4": _Kind(4, 16),
+    "int4a": _Kind(4, 32),
+    "fp8": _Kind(8, 2, 128),
+    "mxfp4": _Kind(4, 8, 32),
+    "nvfp4": _Kind(4, 8, 16),
+    "int8a": _Kind(8, 32, kept_only=True),
+    "int4z": _Kind(4, 24, kept_only=True),
+    "int8z": _Kind(8, 24, kept_only=True),
+    "iq4_nl": _Kind(4, 16, 32, kept_only=True),
+    "q4_k": _Kind(4, 16, 32, 2, kept_only=True),
+    "q5_k": _Kind(8, 16, 32, 2, kept_only=True),
+    "q2_k": _Kind(4, 16, 16, 2, kept_only=True),
+    "q3_k": _Kind(4, 8, 16, 1, kept_only=True),
+    "q6_k": _Kind(8, 8, 16, 1, kept_only=True),
+    "iq4_xs": _Kind(4, 8, 32, 1, kept_only=True),
+    "iq3_xxs": _Kind(4, 8, 32, 1, kept_only=True),
+    "iq3_s": _Kind(4, 8, 32, 1, kept_only=True),
+    "iq2_xxs": _Kind(4, 8, 32, 1, kept_only=True),
+    "iq2_xs": _Kind(4, 8, 16, 1, kept_only=True),
+    "iq2_s": _Kind(4, 8, 16, 1, kept_only=True),
+    "iq1_s": _Kind(4, 8, 32, 1, kept_only=True),
+    "iq1_m": _Kind(4, 8, 16, 1, kept_only=True),
+}
+
+CODES = {name: number for number, name in enumerate(_KINDS)}
 """Number of each format in the extension (``enum Format`` of cpu_ext/kernels.h)."""
 
-FIXED_GROUPS = {"fp8": 128, "mxfp4": 32, "nvfp4": 16}
+FIXED_GROUPS = {name: kind.group for name, kind in _KINDS.items() if kind.group}
 """Formats whose group is part of their definition, and not of their name."""
 
 FP8_TILE = 128
 """Rows that share a scale of fp8, as many as its group has columns."""
 
-_BITS = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4, "int4a": 4, "fp8": 8, "mxfp4": 4, "nvfp4": 4}
-# Of a row and group, but fp8: of a block of rows and group.
-_SCALE_BITS = {"f32": 0, "bf16": 0, "int8": 16, "int4": 16, "int4a": 32, "fp8": 2, "mxfp4": 8, "nvfp4": 8}
-_GROUPED = tuple(name for name, bits in _SCALE_BITS.items() if bits and name not in FIXED_GROUPS)
-_PATTERN = re.compile(r"^\s*([a-z0-9]+?)(?:[\s_-]*g(\d+))?\s*$")
+_GROUPED = tuple(name for name, kind in _KINDS.items() if kind.scale_bits and not kind.group)
+_PATTERN = re.compile(r"^\s*([a-z0-9_]+?)(?:[\s_-]*g(\d+))?\s*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +80,10 @@ class Format:
 
     ``int8`` and ``int4`` are symmetric with fp16 scales, ``int4a`` has an fp16 minimum beside the scale.
     ``fp8`` is E4M3 with a float32 scale per 128 x 128, ``mxfp4`` E2M1 with an E8M0 scale per 32, ``nvfp4``
-    E2M1 with an E4M3 scale per 16 and a float32 scale of the matrix.
+    E2M1 with an E4M3 scale per 16 and a float32 scale of the matrix. The others are those of checkpoints
+    (``kept_only``): ``int8a`` as int4a; ``int4z`` and ``int8z`` with an integer zero per group beside the
+    fp16 scale; the K and IQ types of GGUF with an integer scale, of some an integer minimum, per 16 or 32
+    and fp16 scales of these per 256. hetero/quant/k_formats.py has what each takes.
     """
 
     name: str
@@ -59,6 +103,16 @@ class Format:
         return self.group > 0
 
     @property
+    def kept_only(self) -> bool:
+        """Whether only weights that are quantised so already can be stored: there is no packing of floats."""
+        return _KINDS[self.name].kept_only
+
+    @property
+    def super_scales(self) -> int:
+        """Fp16 numbers that a row has per 256 values beside the integers of its groups."""
+        return _KINDS[self.name].super_scales
+
+    @property
     def rounds_activations(self) -> bool:
         """Whether the exact kernels take activations as int8 in groups of 32."""
         return self.quantised and self.name != "fp8"
@@ -66,13 +120,26 @@ class Format:
     @property
     def bits_per_weight(self) -> float:
         """Bits of a weight with its share of scales and minima, without padding."""
-        return _BITS[self.name] + (_SCALE_BITS[self.name] / self.group if self.group else 0.0)
+        kind = _KINDS[self.name]
+        shared = kind.scale_bits / self.group if self.group else 0.0
+        return kind.bits + shared + 16 * kind.super_scales / SUPER_GROUP
 
 
 def valid_formats() -> list[str]:
-    """Every format as ``parse_format`` accepts it."""
-    plain = [name for name in CODES if not _SCALE_BITS[name]]
-    return plain + [f"{name} g{group}" for name in _GROUPED for group in GROUPS] + list(FIXED_GROUPS)
+    """Every format that weights can be put into, as ``parse_format`` accepts it."""
+    return _spelled(kept_only=False)
+
+
+def kept_formats() -> list[str]:
+    """Every format that only keeps the values of checkpoints that have it."""
+    return _spelled(kept_only=True)
+
+
+def _spelled(*, kept_only: bool) -> list[str]:
+    names = [name for name, kind in _KINDS.items() if kind.kept_only == kept_only]
+    plain = [name for name in names if not _KINDS[name].scale_bits]
+    grouped = [f"{name} g{group}" for name in names if name in _GROUPED for group in GROUPS]
+    return plain + grouped + [name for name in names if name in FIXED_GROUPS]
 
 
 def parse_format(text: str) -> Format:
@@ -92,6 +159,20 @@ def parse_format(text: str) -> Format:
     raise InputError(f"unknown weight format '{text}'{hint}; valid: {', '.join(valid_formats())}")
 
 
+def parse_target(text: str) -> Format:
+    """``parse_format`` of a format that weights are to be put into.
+
+    Raises InputError also for one that only keeps the values of checkpoints.
+    """
+    fmt = parse_format(text)
+    if fmt.kept_only:
+        raise InputError(
+            f"weights cannot be turned into '{fmt}': it only keeps the values of checkpoints that have it; "
+            f"valid: {', '.join(valid_formats())}"
+        )
+    return fmt
+
+
 def padded_k(fmt: Format, k: int) -> int:
     """k rounded up to a multiple of the group, at least of ``ACT_GROUP``."""
     unit = max(fmt.group, ACT_GROUP)
@@ -101,9 +182,10 @@ def padded_k(fmt: Format, k: int) -> int:
 def block_bytes(fmt: Format, k: int) -> int:
     """Bytes of one packed block: codes, scales and extras of 16 rows, a multiple of 64."""
     k_pad = padded_k(fmt, k)
-    codes = k_pad * _BITS[fmt.name] * BLOCK_ROWS // 8
-    scales = k_pad // fmt.group * BLOCK_ROWS * _SCALE_BITS[fmt.name] // 8 if fmt.group else 0
-    extra = 4 if fmt.name == "nvfp4" else 0
+    kind = _KINDS[fmt.name]
+    codes = k_pad * kind.bits * BLOCK_ROWS // 8
+    scales = k_pad // fmt.group * BLOCK_ROWS * kind.scale_bits // 8 if fmt.group else 0
+    extra = 4 if fmt.name == "nvfp4" else -(-k_pad // SUPER_GROUP) * 2 * BLOCK_ROWS * kind.super_scales
     return -(-(codes + scales + extra) // 64) * 64
 
 
@@ -112,10 +194,22 @@ def packed_bytes(fmt: Format, n: int, k: int) -> int:
     return -(-n // BLOCK_ROWS) * block_bytes(fmt, k)
 
 
-def expert_bytes(fmt: Format, hidden: int, intermediate: int, *, has_gate: bool, has_bias: bool) -> int:
-    """Bytes of one expert in an arena: gate and up, down, float32 biases; a multiple of 64."""
+def expert_bytes(
+    fmt: Format,
+    hidden: int,
+    intermediate: int,
+    *,
+    has_gate: bool,
+    has_bias: bool,
+    down_format: Format | None = None,
+) -> int:
+    """Bytes of one expert in an arena: gate and up, down, float32 biases; a multiple of 64.
+
+    ``down_format``: of the down projection where it is another.
+    """
     projections = 2 if has_gate else 1
-    total = projections * packed_bytes(fmt, intermediate, hidden) + packed_bytes(fmt, hidden, intermediate)
+    total = projections * packed_bytes(fmt, intermediate, hidden)
+    total += packed_bytes(down_format or fmt, hidden, intermediate)
     if has_bias:
         total += 4 * (projections * intermediate + hidden)
     return -(-total // 64) * 64

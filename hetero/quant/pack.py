@@ -13,14 +13,14 @@ from torch import Tensor
 
 from hetero.core import InputError
 from hetero.formats import BLOCK_ROWS, FIXED_GROUPS, FP8_TILE, Format, block_bytes, padded_k
-from hetero.quant import small_floats
+from hetero.quant import k_formats, small_floats
 
 INT4_DIVISORS = (-8.0, -8.5, -7.2, -8.2, -7.8, -8.9, -9.4)
 """Scales tried for int4: the signed maximum divided by each; a later one needs a smaller squared error."""
 
 _HALF_MAX = 65504.0
 _ZERO = {"int8": 128, "int4": 8}
-_BYTE_CODES = ("int8", "fp8")
+_BYTE_CODES = ("int8", "fp8", "int8a", "int8z", "q5_k", "q6_k")
 
 
 class Codes(NamedTuple):
@@ -34,7 +34,8 @@ class Codes(NamedTuple):
 def quantise(fmt: Format, weight: Tensor) -> Tensor:
     """Packs ``weight`` [n, k] (floating point) into uint8 [packed_bytes].
 
-    Raises InputError where a weight is not finite, or it, its scale or its minimum is beyond a 16-bit float.
+    Raises InputError where a weight is not finite, or it, its scale or its minimum is beyond a 16-bit float,
+    and for a format that only keeps the values of checkpoints.
     """
     w = weight.detach().to("cpu", torch.float32)
     if not torch.isfinite(w).all():
@@ -46,6 +47,8 @@ def quantise(fmt: Format, weight: Tensor) -> Tensor:
 
 def quantise_codes(fmt: Format, weight: Tensor) -> Codes:
     """Codes, scales and extras of ``weight`` float32 [n, k], all finite, in a quantised format."""
+    if fmt.kept_only:
+        raise InputError(f"weights cannot be turned into {fmt}: it only keeps the values of checkpoints")
     if fmt.name == "fp8":
         return Codes(*small_floats.quantise_fp8(weight), None)
     if fmt.name == "mxfp4":
@@ -66,6 +69,8 @@ def quantise_codes(fmt: Format, weight: Tensor) -> Codes:
 
 def code_shapes(fmt: Format, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Shapes of the scales and of the extra (None: there is none) of a quantised matrix [n, k]."""
+    if fmt.kept_only:
+        return k_formats.shapes(fmt, n, k)
     groups = -(-k // fmt.group)
     if fmt.name == "fp8":
         return (-(-n // FP8_TILE), groups), None
@@ -80,7 +85,8 @@ def check_codes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None
     n, k = codes.shape
     scale_shape, extra_shape = code_shapes(fmt, n, k)
     if (extra is None) != (extra_shape is None):
-        what = "minima" if fmt.name != "nvfp4" else "a scale of the matrix"
+        what = k_formats.extra_name(fmt) if fmt.kept_only else "minima"
+        what = "a scale of the matrix" if fmt.name == "nvfp4" else what
         raise InputError(f"{fmt} {'needs' if extra is None else 'has no'} {what} beside its scales")
     if fmt.name == "nvfp4" and extra is not None and extra.numel() == 1:
         extra = extra.reshape(1)
@@ -94,10 +100,11 @@ def check_codes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None
     raw = [_as_bytes(part) for part in parts]
     half = torch.float16
     wanted = [torch.uint8, _SCALE_TYPES.get(fmt.name, half), _EXTRA_TYPES.get(fmt.name, half)]
+    if fmt.kept_only:
+        wanted[1:] = k_formats.dtypes(fmt)
     if any(part.dtype != dtype for part, dtype in zip(raw, wanted, strict=False)):
-        raise InputError(
-            f"{fmt} takes codes of {wanted[0]} and scales of {wanted[1]}, not {[str(p.dtype) for p in parts]}"
-        )
+        takes = f"codes of {wanted[0]} and scales of {wanted[1]}" + (f", {wanted[2]}" if extra_shape else "")
+        raise InputError(f"{fmt} takes {takes}, not {[str(p.dtype) for p in parts]}")
     _check_values(fmt, raw[0], raw[1], raw[2] if extra is not None else None)
     return Codes(raw[0], raw[1], raw[2] if extra is not None else None)
 
@@ -118,7 +125,12 @@ def _check_values(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | No
         if bool(bad.any()):
             raise InputError(f"{what} for {fmt}")
 
-    if fmt.name == "fp8":
+    for part in (scales, extra):
+        if part is not None and part.dtype == torch.float16:
+            refuse(~torch.isfinite(part), "a scale or minimum is not finite")
+    if fmt.kept_only:
+        k_formats.check_values(fmt, codes, scales, extra)
+    elif fmt.name == "fp8":
         refuse((codes & 0x7F) == 0x7F, "a code is NaN (0x7f or 0xff)")
         refuse(~(scales.abs() <= _MOST_SCALE), "a scale is not finite or too large")
     elif fmt.name != "int8":
@@ -139,6 +151,7 @@ def pack_codes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None 
       fp8           E4M3, no NaN; scales float32 [ceil(n / 128), ceil(k / 128)]
       mxfp4         E2M1, 0 to 15; scales E8M0 [n, ceil(k / 32)] as uint8 or float8_e8m0fnu
       nvfp4         E2M1; scales E4M3 [n, ceil(k / 16)] as uint8 or float8_e4m3fn; ``extra`` one float32
+      others        see ``hetero.quant.k_formats``
     Raises InputError where types, shapes or codes do not fit the format.
     """
     codes, scales, extra = check_codes(fmt, codes, scales, extra)
@@ -146,8 +159,9 @@ def pack_codes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None 
     k_pad = padded_k(fmt, k)
     n_pad = -(-n // BLOCK_ROWS) * BLOCK_ROWS
     count = n_pad // BLOCK_ROWS
-    full = torch.full((n_pad, k_pad), _ZERO.get(fmt.name, 0), dtype=torch.uint8)
-    full[:n, :k] = codes
+    zero = k_formats.zero_code(fmt) if fmt.kept_only else _ZERO.get(fmt.name, 0)
+    full = torch.full((n_pad, k_pad), zero, dtype=torch.uint8)
+    full[:n, :k] = k_formats.stored_codes(fmt, codes)
     blocks = full.view(count, BLOCK_ROWS, k_pad)
     if fmt.name in _BYTE_CODES:
         steps = blocks.view(*blocks.shape[:2], k_pad // 4, 4)
@@ -155,6 +169,8 @@ def pack_codes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None 
         pairs = blocks.view(*blocks.shape[:2], k_pad // 8, 2, 4)
         steps = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4
     parts = [steps.transpose(1, 2).flatten(1)]
+    if fmt.kept_only:
+        return _closed(fmt, k, torch.cat([*parts, k_formats.side_bytes(fmt, scales, extra, k_pad)], 1))
     if fmt.name == "fp8":
         of_block = torch.arange(count) * BLOCK_ROWS // FP8_TILE
         parts.append(scales[of_block].contiguous().view(torch.uint8))
@@ -184,6 +200,8 @@ def dequantise(fmt: Format, packed: Tensor, n: int, k: int) -> Tensor:
     if per_step == 8:
         steps = torch.stack([steps & 15, steps >> 4], 3)
     codes = steps.reshape(count * BLOCK_ROWS, k_pad)
+    if fmt.kept_only:
+        return k_formats.values(fmt, blocks, codes, size)[:n, :k].contiguous()
     groups = k_pad // fmt.group
     if fmt.name in FIXED_GROUPS:
         return _small_floats(fmt, blocks, codes, size)[:n, :k].contiguous()

@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero.config import MAX_THREADS
 from hetero.core import InputError
-from hetero.formats import parse_format
+from hetero.formats import parse_target
 from hetero.hw.placement import NUMA_WORDS, parse_numa
 from hetero.rules.devices import check_device
 from hetero.rules.mistakes import Mistakes
@@ -125,7 +125,7 @@ def _format(value: Value | None, backend_value: Value | None) -> str:
         return "f32" if backend == "torch" else DEFAULT_FORMAT
     text = value.string("'format'")
     try:
-        parsed = parse_format(text)
+        parsed = parse_target(text)
     except InputError as error:
         value.where.fail(f"experts: {error}")
     if backend == "torch" and str(parsed) != "f32":

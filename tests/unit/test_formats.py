@@ -8,10 +8,19 @@ import sys
 import pytest
 
 from hetero.core import InputError
-from hetero.formats import Format, block_bytes, expert_bytes, packed_bytes, parse_format, valid_formats
+from hetero.formats import (
+    Format,
+    block_bytes,
+    expert_bytes,
+    kept_formats,
+    packed_bytes,
+    parse_format,
+    parse_target,
+    valid_formats,
+)
 
 
-@pytest.mark.parametrize("text", valid_formats())
+@pytest.mark.parametrize("text", [*valid_formats(), *kept_formats()])
 def test_names_read_back(text: str) -> None:
     assert str(parse_format(text)) == text
     assert parse_format(text.replace(" ", "_")) == parse_format(text.replace(" ", "-")) == parse_format(text)
@@ -34,7 +43,8 @@ def test_default_group_is_32() -> None:
         "mxfp4 g32",
         "nvfp4 g64",
         "fp8 g128",
-        "q4_k",
+        "q4_k_m",
+        "q4_k g32",
         "bf-16",
         "g32",
     ],
@@ -60,12 +70,30 @@ def test_near_miss_is_named() -> None:
         ("int4 g128", 4.125),
         ("fp8", 8.015625),
         ("mxfp4", 4.25),
+        ("int8a g64", 8.5),
+        ("int4z g128", 4.1875),
+        ("int8z", 8.75),
+        ("iq4_nl", 4.5),
+        ("q4_k", 4.625),
+        ("q5_k", 8.625),
+        ("q2_k", 5.125),
+        ("q3_k", 4.5625),
+        ("q6_k", 8.5625),
+        ("iq3_s", 4.3125),
+        ("iq2_s", 4.5625),
     ],
 )
 def test_bits(text: str, bits: float) -> None:
     fmt = parse_format(text)
     assert fmt.bits_per_weight == bits
     assert packed_bytes(fmt, 2560, 2048) == 2560 * 2048 * bits / 8
+
+
+def test_no_weights_are_turned_into_what_is_only_kept() -> None:
+    assert parse_target("int4") == parse_format("int4")
+    for text in kept_formats():
+        with pytest.raises(InputError, match=f"cannot be turned into '{text}'.*valid: f32"):
+            parse_target(text)
 
 
 def test_padding_counts() -> None:
@@ -80,6 +108,10 @@ def test_padding_counts() -> None:
 def test_expert_of_the_flagship() -> None:
     bytes_each = expert_bytes(parse_format("int4"), 2560, 640, has_gate=True, has_bias=False)
     assert bytes_each == 3 * 2560 * 640 * 4.5 / 8
+    mixed = expert_bytes(
+        parse_format("q4_k"), 2560, 512, has_gate=True, has_bias=False, down_format=parse_format("q6_k")
+    )
+    assert mixed == 2560 * 512 * (2 * 4.625 + 8.5625) / 8
     with_bias = expert_bytes(parse_format("int4"), 2560, 640, has_gate=False, has_bias=True)
     assert with_bias == 2 * 2560 * 640 * 4.5 / 8 + 4 * (2560 + 640)
 
