@@ -10,6 +10,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -156,6 +157,31 @@ std::vector<Band> make_bands(const Bands& given, int32_t format, bool exact) {
     throw std::invalid_argument("the last band must take any number of rows");
   bands.back().rows = INT64_MAX;
   return bands;
+}
+
+// Eight lanes of multiply and rotate over words, mixed at the end: any changed bit, and any exchange of
+// words, changes it. No defence against somebody who wants two contents to look alike.
+uint64_t checksum(const uint8_t* data, int64_t bytes) {
+  constexpr uint64_t kOdd = 0x9e3779b97f4a7c15ull;
+  constexpr int64_t kLanes = 8;
+  uint64_t lanes[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) lanes[i] = kOdd * static_cast<uint64_t>(i + 1);
+  auto mix = [](uint64_t lane, uint64_t word) {
+    const uint64_t h = (lane ^ word) * kOdd;
+    return h << 29 | h >> 35;
+  };
+  int64_t at = 0;
+  for (; at + 8 * kLanes <= bytes; at += 8 * kLanes) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      uint64_t word;
+      std::memcpy(&word, data + at + 8 * i, 8);
+      lanes[i] = mix(lanes[i], word);
+    }
+  }
+  uint64_t all = static_cast<uint64_t>(bytes);
+  for (const uint64_t lane : lanes) all = mix(all, lane);
+  for (; at < bytes; ++at) all = mix(all, data[at]);
+  return all ^ all >> 31;
 }
 
 template <class T>
@@ -342,6 +368,32 @@ NB_MODULE(_cpu, m) {
              const Quantised q = {address<uint8_t>(codes), address<void>(scales), address<void>(extra)};
              e.weights().put_codes(*context().pool, expert, static_cast<Weights::Part>(part), q);
            })
+      // A whole expert, in the layout of kernels.h, from and to memory of the caller.
+      .def_prop_ro("whole_bytes", [](Experts& e) { return e.weights().whole_bytes(); })
+      .def("load_whole",
+           [](Experts& e, int64_t expert, uintptr_t from) {
+             nb::gil_scoped_release release;
+             e.weights().load_whole(expert, address<uint8_t>(from));
+           })
+      .def("save_whole",
+           [](Experts& e, int64_t expert, uintptr_t to) {
+             nb::gil_scoped_release release;
+             e.weights().save_whole(expert, reinterpret_cast<uint8_t*>(to));
+           })
+      .def("pairs",
+           [](const Experts& e, uintptr_t x, int32_t type, uintptr_t ids, bool wide, int64_t tokens,
+              int64_t slots, uintptr_t out) {
+             nb::gil_scoped_release release;
+             e.pairs(context(), address<void>(x), static_cast<DType>(type),
+                     {address<void>(ids), wide, tokens, slots}, reinterpret_cast<float*>(out));
+           })
+      .def("sum",
+           [](const Experts& e, uintptr_t results, uintptr_t ids, bool wide, int64_t tokens, int64_t slots,
+              int64_t experts, uintptr_t weights, uintptr_t out) {
+             nb::gil_scoped_release release;
+             e.sum(context(), address<float>(results), {address<void>(ids), wide, tokens, slots, experts},
+                   address<float>(weights), reinterpret_cast<float*>(out));
+           })
       .def("forward",
            [](const Experts& e, uintptr_t x, int32_t type, uintptr_t ids, bool wide, int64_t tokens,
               int64_t slots, uintptr_t weights, uintptr_t out) {
@@ -368,6 +420,11 @@ NB_MODULE(_cpu, m) {
     Act act = {};
     act.has_gate = gate;
     return experts * Weights::expert_bytes({experts, hidden, intermediate, format, group, bias, act});
+  });
+  // A checksum of 64 bits; it runs at the speed of memory.
+  m.def("checksum", [](uintptr_t data, int64_t bytes) {
+    nb::gil_scoped_release release;
+    return checksum(address<uint8_t>(data), bytes);
   });
   bind_kernels(m);
 }

@@ -22,4 +22,13 @@ void Experts::down(Context& context, const void* h, DType type, const Routing& r
   run(context, Mode::kDown, h, type, routing, nullptr, out);
 }
 
+void Experts::pairs(Context& context, const void* x, DType type, const Routing& routing, float* out) const {
+  run(context, Mode::kPairs, x, type, routing, nullptr, out);
+}
+
+void Experts::sum(Context& context, const float* results, const Routing& routing, const float* weights,
+                  float* out) const {
+  run(context, Mode::kSum, results, DType::kF32, routing, weights, out);
+}
+
 }  // namespace hetero

@@ -85,6 +85,7 @@ struct Routing {
   const void* ids;
   bool wide;  // int64, else int32
   int64_t tokens, slots;
+  int64_t experts = 0;  // 0: as many as have weights here
 };
 
 class Experts {
@@ -108,10 +109,17 @@ class Experts {
   void gate_up(Context& context, const void* x, DType type, const Routing& routing, float* out) const;
   // h [tokens, slots, intermediate] -> out [tokens, slots, hidden], bias included, not weighted.
   void down(Context& context, const void* h, DType type, const Routing& routing, float* out) const;
+  // forward in two halves, for experts that are here one group after the other. pairs: what each expert makes
+  // of its tokens, not weighted, into out [tokens, slots, hidden]; rows of skipped ids keep what they hold.
+  // sum: out [tokens, hidden] from such results of all groups; with the ids of the whole step, and kernels
+  // chosen as in it, the same bits as forward.
+  void pairs(Context& context, const void* x, DType type, const Routing& routing, float* out) const;
+  void sum(Context& context, const float* results, const Routing& routing, const float* weights,
+           float* out) const;
 
  private:
   friend struct Step;
-  enum class Mode { kWhole, kGateUp, kDown };
+  enum class Mode { kWhole, kGateUp, kDown, kPairs, kSum };
   void run(Context& context, Mode mode, const void* x, DType type, const Routing& routing,
            const float* weights, float* out) const;
 

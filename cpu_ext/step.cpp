@@ -160,7 +160,8 @@ struct Step {
 
   // Counting sort of the pairs by expert; pairs of an expert stay in ascending order.
   void group_pairs(const Routing& r, int64_t first_pair) {
-    const int64_t pairs = tokens * slots, experts = op.config_.experts;
+    const int64_t pairs = tokens * slots;
+    const int64_t experts = r.experts > 0 ? r.experts : op.config_.experts;
     ws.counts.assign(static_cast<size_t>(experts), 0);
     ws.position.resize(static_cast<size_t>(pairs));
     ws.order.resize(static_cast<size_t>(pairs));
@@ -404,7 +405,8 @@ struct Step {
     for (int64_t t = 0; t < tokens; ++t) sum_slots(t, b.tile, ld, col0, valid, 0, pairs_kept);
   }
 
-  // Adds the results at positions [begin, end) of one token to out, in slot order.
+  // Adds the results at positions [begin, end) of one token to out, in slot order. Results stand by position,
+  // those of Mode::kSum by pair.
   void sum_slots(int64_t token, const float* results, int64_t ld, int64_t col0, int64_t n, int64_t begin,
                  int64_t end) {
     float* to = out + token * op.config_.hidden + col0;
@@ -412,7 +414,8 @@ struct Step {
     for (int64_t slot = 0; slot < slots; ++slot) {
       const int64_t pair = token * slots + slot;
       const int64_t at = ws.position[static_cast<size_t>(pair)];
-      if (at >= begin && at < end) op.isa_.table->axpy(weights[pair], results + (at - begin) * ld, to, n);
+      const int64_t row = mode == Mode::kSum ? pair : at - begin;
+      if (at >= begin && at < end) op.isa_.table->axpy(weights[pair], results + row * ld, to, n);
     }
   }
 
@@ -428,7 +431,7 @@ struct Step {
     const int64_t valid = std::min(hidden - col0, item.units * kBlockRows);
     const int64_t position = g.first + item.row;
     const bool whole = mode == Mode::kWhole;
-    const Rows rows = !whole          ? gather(g, item, b.gather)
+    const Rows rows = mode == Mode::kDown ? gather(g, item, b.gather)
                       : tiled(g.rows) ? lay(hs, item.rows, b.gather, [&](int64_t m) { return position + m; })
                                       : hs.at(position, item.rows);
     float* to = whole ? y + (position - wave_begin) * ldy + col0 : b.tile;
@@ -465,7 +468,32 @@ struct Step {
 
   // -- the pass
 
+  int64_t most_pairs() const { return std::max<int64_t>(1, ctx.tuning.wave_bytes / (down.n_pad * 4)); }
+
+  // Chunks of the phase that sums one wave.
+  int64_t sum_chunks() {
+    const int64_t hidden = op.config_.hidden;
+    column_chunk = tokens >= 4 * ctx.pool->threads() ? hidden : std::min<int64_t>(hidden, 512);
+    return tokens * ceil_div(hidden, column_chunk);
+  }
+
+  // The sum alone, in the waves in which a whole step takes it.
+  void sum(const Routing& routing, int64_t first_pair) {
+    group_pairs(routing, first_pair);
+    y = reinterpret_cast<float*>(const_cast<uint8_t*>(x));  // only read
+    ldy = op.config_.hidden;
+    const int64_t sums = sum_chunks();
+    wave_end = 0;
+    do {
+      wave_begin = wave_end;
+      wave_end = exact ? pairs_kept : wave_limit(wave_begin, most_pairs());
+      const Phase one = phase(sums, sum_phase);
+      ctx.pool->run(&one, 1);
+    } while (wave_end < pairs_kept);
+  }
+
   void run(const Routing& routing, int64_t first_pair) {
+    if (mode == Mode::kSum) return sum(routing, first_pair);
     group_pairs(routing, first_pair);
     form = form_of_groups();
     const int64_t hidden = op.config_.hidden, pairs = tokens * slots;
@@ -492,9 +520,8 @@ struct Step {
       tile_floats = std::max(tile_floats, pairs_kept * kBlockRows * strip);
     }
     ldy = down.n_pad;
-    const int64_t most_pairs = std::max<int64_t>(1, ctx.tuning.wave_bytes / (ldy * 4));
-    const int64_t y_rows = mode == Mode::kWhole && !exact ? std::min(pairs_kept, most_pairs) : 0;
-    const int64_t h_rows = mode == Mode::kWhole ? pairs_kept : 0;
+    const int64_t y_rows = mode == Mode::kWhole && !exact ? std::min(pairs_kept, most_pairs()) : 0;
+    const int64_t h_rows = mode == Mode::kWhole || mode == Mode::kPairs ? pairs_kept : 0;
 
     thread_bytes = buffer_bytes();
     ws.memory.reserve(RowStore::bytes(x_form, x_rows, k_pad) + RowStore::bytes(form, h_rows, down.k_pad) +
@@ -531,7 +558,7 @@ struct Step {
         ws.down_ends.push_back(chunks);
       }
       phases[count++] = phase(chunks, strip_phase, &ws.down_ends);
-    } else if (mode == Mode::kDown) {
+    } else if (mode == Mode::kDown || mode == Mode::kPairs) {
       build_down_items(0, pairs_kept);
       phases[count++] = phase(static_cast<int64_t>(ws.down_items.size()), down_phase, &ws.down_ends);
     }
@@ -541,12 +568,11 @@ struct Step {
       ctx.pool->run(phases, count);
       return;
     }
-    column_chunk = tokens >= 4 * threads ? hidden : std::min<int64_t>(hidden, 512);
-    const int64_t sums = tokens * ceil_div(hidden, column_chunk);
+    const int64_t sums = sum_chunks();
     wave_end = 0;
     do {
       wave_begin = wave_end;
-      wave_end = wave_limit(wave_begin, most_pairs);
+      wave_end = wave_limit(wave_begin, most_pairs());
       build_down_items(wave_begin, wave_end);
       phases[count++] = phase(static_cast<int64_t>(ws.down_items.size()), down_phase, &ws.down_ends);
       phases[count++] = phase(sums, sum_phase);
@@ -569,9 +595,10 @@ void Experts::run(Context& context, Mode mode, const void* x, DType type, const 
   const bool quantised = takes_codes(config_.format);
   const RowForm form = {quantised, !quantised, true};  // at most
   const int64_t slots = routing.slots, hidden = config_.hidden, inter = config_.intermediate;
-  const int64_t in_width = mode == Mode::kDown ? slots * inter : hidden;
-  const int64_t out_width =
-      mode == Mode::kWhole ? hidden : slots * (mode == Mode::kDown ? hidden : inter * weights_.mats());
+  const int64_t in_width = mode == Mode::kDown ? slots * inter : mode == Mode::kSum ? slots * hidden : hidden;
+  const int64_t out_width = mode == Mode::kGateUp                        ? slots * inter * weights_.mats()
+                            : mode == Mode::kWhole || mode == Mode::kSum ? hidden
+                                                                         : slots * hidden;
   const int64_t up_row = static_cast<int64_t>(RowStore::bytes(form, 1, weights_.up_layout().k_pad));
   const int64_t down_row = static_cast<int64_t>(RowStore::bytes(form, 1, weights_.down_layout().k_pad));
   const int64_t per_token =

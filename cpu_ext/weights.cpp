@@ -10,6 +10,8 @@
 namespace hetero {
 namespace {
 
+constexpr int64_t kPage = 4096;
+
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 Layout checked_layout(const ExpertsConfig& c, int64_t n, int64_t k) {
@@ -47,7 +49,7 @@ Weights::Weights(const ExpertsConfig& config, const Placement& placement)
   const int64_t units = (config.intermediate + kUnit - 1) / kUnit;
   for (int rotation = 0; rotation < parts_; ++rotation) add_shares(units, parts_, rotation, &unit_begin_);
   add_shares(block_count(down_), parts_, 0, &down_begin_);
-  stride_ = part_bytes(0, 0);
+  stride_ = round_up(part_bytes(0, 0), kPage);
   std::vector<int64_t> sizes(static_cast<size_t>(parts_), parts_ == 1 ? config.experts * stride_ : 0);
   if (parts_ > 1) {
     for (int64_t e = 0; e < config.experts; ++e) {
@@ -69,7 +71,7 @@ int64_t Weights::expert_bytes(const ExpertsConfig& c) {
 }
 
 int64_t Weights::nbytes() const {
-  if (parts_ == 1) return config_.experts * stride_ * copies_;
+  if (parts_ == 1) return config_.experts * part_bytes(0, 0) * copies_;
   int64_t bytes = 0;
   for (int64_t e = 0; e < config_.experts; ++e) {
     for (int part = 0; part < parts_; ++part) bytes += part_bytes(e, part);
@@ -200,6 +202,40 @@ void Weights::copy(int64_t from, int64_t to) {
                 bias(from, mats_ == 2 ? kGateBias : kUpBias),
                 static_cast<size_t>(bias_bytes(config_, mats_)));
   }
+}
+
+template <class Piece>
+void Weights::each_piece(int64_t expert, int copy, Piece piece) const {
+  const int64_t pair = mats_ * up_.block_bytes, downs = block_count(up_) * pair;
+  for (int part = 0; part < parts_; ++part) {
+    uint8_t* here = base(expert, parts_ == 1 ? copy : part);
+    const int64_t ups = up_bytes(expert, part);
+    piece(std::min(2 * unit_begin(expert, part), block_count(up_)) * pair, here, ups);
+    piece(downs + down_begin(part) * down_.block_bytes, here + ups,
+          (down_begin(part + 1) - down_begin(part)) * down_.block_bytes);
+  }
+  piece(downs + block_count(down_) * down_.block_bytes, base(expert, copy) + bias_offset(expert),
+        bias_bytes(config_, mats_));
+}
+
+int64_t Weights::whole_bytes() const {
+  return round_up(block_count(up_) * mats_ * up_.block_bytes + block_count(down_) * down_.block_bytes +
+                      bias_bytes(config_, mats_),
+                  64);
+}
+
+void Weights::load_whole(int64_t expert, const uint8_t* from) {
+  for (int copy = 0; copy < copies_; ++copy) {
+    each_piece(expert, copy, [&](int64_t at, uint8_t* here, int64_t bytes) {
+      std::memcpy(here, from + at, static_cast<size_t>(bytes));
+    });
+  }
+}
+
+void Weights::save_whole(int64_t expert, uint8_t* to) const {
+  each_piece(expert, 0, [&](int64_t at, const uint8_t* here, int64_t bytes) {
+    std::memcpy(to + at, here, static_cast<size_t>(bytes));
+  });
 }
 
 }  // namespace hetero

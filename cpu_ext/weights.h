@@ -41,7 +41,8 @@ constexpr int64_t kUnit = 32;  // outputs of gate and up that go together: a gro
 // the nodes differ by at most one unit and one block; which nodes get the odd units rotates with the expert.
 //
 // A part is what one arena holds of an expert: [gate block][up block] of its units, its down blocks, and in
-// part 0 the biases. Without a split part 0 is the whole expert in the layout of kernels.h.
+// part 0 the biases. Without a split part 0 is the whole expert in the layout of kernels.h, and experts begin
+// at pages, so that files which hold them alike can be read into the arena without a copy.
 class Weights {
  public:
   enum Part : int32_t {
@@ -97,9 +98,14 @@ class Weights {
   // Gives expert `to` the packed bytes of expert `from`.
   void copy(int64_t from, int64_t to);
 
-  // Bytes of all arenas, as asked for.
+  // Bytes of a whole expert in the layout of kernels.h, whatever the placement; padding is not copied.
+  int64_t whole_bytes() const;
+  void load_whole(int64_t expert, const uint8_t* from);
+  void save_whole(int64_t expert, uint8_t* to) const;
+
+  // Bytes of the experts in all arenas.
   int64_t nbytes() const;
-  // Address of expert e and distance to the next, where experts are whole.
+  // Address of expert 0 and distance to the next, where experts are whole.
   const uint8_t* data() const { return arenas_[0].data(); }
   int64_t stride() const { return stride_; }
   const std::vector<Arena>& arenas() const { return arenas_; }
@@ -118,6 +124,10 @@ class Weights {
   }
   int64_t bias_offset(int64_t expert) const;
   int part_of(int64_t expert, bool down, int64_t block) const;
+  // Runs piece(offset in a whole expert, where it lies here, bytes) over an expert, in arena `copy` of those
+  // that hold the same.
+  template <class Piece>
+  void each_piece(int64_t expert, int copy, Piece piece) const;
   uint8_t* block_at(int64_t expert, Part part, int64_t block, int copy) const;
 
   ExpertsConfig config_;

@@ -7,16 +7,18 @@ computes, each function checks its arguments and calls.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import hashlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -243,7 +245,7 @@ class CpuExperts:
             set_threads(threads)
         _start_pool()
         act = spec.activation
-        where = placement.place(numa, machine())
+        self._where = where = placement.place(numa, machine())
         needed = packed_nbytes(spec, fmt) * where.copies
         what = f"{spec.num_experts} experts of {spec.hidden} x {spec.intermediate} in {fmt}"
         # Pages are taken when experts arrive, so what other operators still wait for counts as used.
@@ -371,6 +373,52 @@ class CpuExperts:
         self._experts.copy(source, target)
         self._put.update((target, part) for part in self._parts)
 
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of one whole expert, packed, in the layout that every placement shares."""
+        return self._experts.whole_bytes
+
+    def view(self, expert: int) -> memoryview | None:
+        """The packed bytes of one expert where they lie, writable, to the next page: for reads and writes
+        without a copy. None where a placement cuts or copies experts: see ``save`` and ``restore``.
+
+        The view must not outlive this object.
+        """
+        if not 0 <= expert < self.spec.num_experts:
+            raise ValueError(f"expert {expert} of {self.spec.num_experts}")
+        if self._where.spread is not placement.Spread.WHOLE:
+            return None
+        stride = self._experts.stride
+        start = self._experts.address + expert * stride
+        return memoryview((ctypes.c_uint8 * stride).from_address(start)).cast("B")
+
+    def save(self, expert: int, buffer: memoryview) -> None:
+        """Copy the packed bytes of one expert into ``buffer``, ``whole_bytes`` long at least."""
+        self._experts.save_whole(expert, self._address(expert, buffer))
+
+    def restore(self, expert: int, buffer: memoryview) -> None:
+        """Take the packed bytes of one expert from ``buffer``, as ``save`` gives them."""
+        self._experts.load_whole(expert, self._address(expert, buffer))
+
+    def filled(self, experts: Iterable[int]) -> None:
+        """Take these experts as put: what ``view`` or ``restore`` have written is whole."""
+        self._put.update((expert, part) for expert in experts for part in self._parts)
+
+    def vacate(self, expert: int) -> None:
+        """Let an expert be put again, in place of the one that is there."""
+        self._put.difference_update((expert, part) for part in self._parts)
+
+    def complete(self, expert: int) -> bool:
+        """Whether all parts of an expert have been put."""
+        return all((expert, part) in self._put for part in self._parts)
+
+    def _address(self, expert: int, buffer: memoryview) -> int:
+        if not 0 <= expert < self.spec.num_experts:
+            raise ValueError(f"expert {expert} of {self.spec.num_experts}")
+        if buffer.nbytes < self.whole_bytes:
+            raise ValueError(f"{buffer.nbytes} bytes for an expert of {self.whole_bytes}")
+        return _address_of(buffer)
+
     def use(self, isa: str) -> None:
         """Run on another instruction set from the next step on; the packed weights serve all of them."""
         chosen = pick_isa(isa)
@@ -433,6 +481,35 @@ class CpuExperts:
         self._call(self._experts.forward, x, ids, weights.data_ptr(), out.data_ptr())
         return out
 
+    def pairs(self, x: Tensor, ids: Tensor, out: Tensor) -> None:
+        """What each expert makes of its tokens, not weighted: x [T, hidden], ids [T, k] -> out float32
+        [T, k, hidden]. Rows of skipped ids keep what they hold, so that experts which are never here all at
+        once can fill ``out`` group by group; ``weighted_sum`` ends it."""
+        x, ids = self._checked(x, ids, (ids.shape[0], self.spec.hidden))
+        if out.shape != (*ids.shape, self.spec.hidden) or out.dtype != torch.float32:
+            raise ValueError(f"output {list(out.shape)} of {out.dtype}")
+        self._call(self._experts.pairs, x, ids, out.data_ptr())
+
+    def weighted_sum(self, results: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+        """The sum that ``forward`` makes, to the bit, from what ``pairs`` left: results [T, k, hidden], ids
+        and weights [T, k] of the whole step -> float32 [T, hidden]. ``experts``: how many there are in all;
+        ids outside [0, experts) contribute zero."""
+        _, ids = self._checked(results, ids, (*ids.shape, self.spec.hidden))
+        weights = weights.float().contiguous()
+        tokens, slots = ids.shape
+        out = torch.empty(tokens, self.spec.hidden, dtype=torch.float32)
+        self._experts.sum(
+            results.data_ptr(),
+            ids.data_ptr(),
+            _IDS[ids.dtype],
+            tokens,
+            slots,
+            experts,
+            weights.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
     def gate_up(self, x: Tensor, ids: Tensor) -> Tensor:
         """First half of a staged step: x [T, hidden], ids [T, k] -> float32 [T, k, 2 * intermediate], gate
         then up (up alone, [T, k, intermediate], without a gate), biases included; zero where the id is
@@ -475,6 +552,15 @@ class CpuExperts:
         if ids.dtype not in _IDS:
             ids = ids.long()
         return x.contiguous(), ids.contiguous()
+
+
+def checksum(buffer: memoryview) -> int:
+    """64 bits of some contiguous memory, against faults and mistakes; runs at the speed of memory."""
+    return _cpu.checksum(_address_of(buffer), buffer.nbytes) if buffer.nbytes else 0
+
+
+def _address_of(buffer: memoryview) -> int:
+    return np.frombuffer(buffer, dtype=np.uint8).ctypes.data
 
 
 def packed_nbytes(spec: ExpertSpec, fmt: Format) -> int:

@@ -49,7 +49,9 @@ def random_routing(
 def decoded(experts: CpuExperts) -> Weights:
     """Float64 parts read back from the arena by the layout of cpu_ext/kernels.h."""
     spec, fmt, raw = experts.spec, experts.format, experts._experts
-    memory = np.ctypeslib.as_array((ctypes.c_uint8 * raw.nbytes).from_address(raw.address))
+    memory = np.ctypeslib.as_array(
+        (ctypes.c_uint8 * (spec.num_experts * raw.stride)).from_address(raw.address)
+    )
     weights: Weights = {}
     mats = 2 if spec.has_gate else 1
     up_block, down_block = block_bytes(fmt, spec.hidden), block_bytes(fmt, spec.intermediate)
