@@ -1,8 +1,12 @@
 // The Python face of the extension. Tensors arrive as addresses: hetero/cpu.py checks shapes, types and
-// contiguity, keeps the tensors alive during the call, and is the only caller.
+// contiguity, keeps the tensors alive during the call, and is the only caller of this file's functions.
+#include "bindings.h"
+
 #include <emmintrin.h>
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -18,13 +22,11 @@
 #include <vector>
 
 #include "dispatch.h"
-#include "moe.h"
+#include "ggml.h"
 #include "probes.h"
 #include "tune.h"
 
 namespace nb = nanobind;
-
-void bind_kernels(nb::module_& m);
 
 namespace hetero {
 namespace {
@@ -32,10 +34,14 @@ namespace {
 // The one context of the process. Fork handlers have no argument, so it needs a name at file scope.
 Context* process_context = nullptr;
 
+}  // namespace
+
 Context& context() {
   if (process_context == nullptr) throw std::runtime_error("the extension is not initialised");
   return *process_context;
 }
+
+namespace {
 
 void before_fork() { process_context->lock.lock(); }
 void after_fork_in_parent() { process_context->lock.unlock(); }
@@ -368,6 +374,16 @@ NB_MODULE(_cpu, m) {
              const Quantised q = {address<uint8_t>(codes), address<void>(scales), address<void>(extra)};
              e.weights().put_codes(*context().pool, expert, static_cast<Weights::Part>(part), q);
            })
+      .def("put_ggml",
+           [](Experts& e, int64_t expert, int32_t part, int32_t type, const GgmlBytes& data,
+              const GgmlTable<uint64_t>& grid, const GgmlTable<float>& numbers) {
+             const Weights& w = e.weights();
+             const Layout& layout = part == Weights::kDown ? w.down_layout() : w.up_layout();
+             const GgmlSource source = ggml_source(type, data, layout.n, layout.k, grid, numbers);
+             nb::gil_scoped_release release;
+             std::lock_guard<std::mutex> hold(context().lock);
+             e.weights().put_ggml(*context().pool, expert, static_cast<Weights::Part>(part), source);
+           })
       // A whole expert, in the layout of kernels.h, from and to memory of the caller.
       .def_prop_ro("whole_bytes", [](Experts& e) { return e.weights().whole_bytes(); })
       .def("load_whole",
@@ -427,4 +443,5 @@ NB_MODULE(_cpu, m) {
     return checksum(address<uint8_t>(data), bytes);
   });
   bind_kernels(m);
+  bind_ggml(m);
 }

@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bindings.h"
 #include "pack.h"
 #include "rows.h"
 #include "tables.h"

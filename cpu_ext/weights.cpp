@@ -5,6 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "ggml.h"
 #include "pack.h"
 
 namespace hetero {
@@ -151,6 +152,15 @@ void Weights::put_codes(Pool& pool, int64_t expert, Part part, const Quantised& 
   if (const char* wrong = wrong_codes(layout, q)) throw std::invalid_argument(wrong);
   pack_blocks(pool, expert, part,
               [&](int64_t block, uint8_t* to) { pack_codes_block(layout, block, q, to); });
+}
+
+void Weights::put_ggml(Pool& pool, int64_t expert, Part part, const GgmlSource& source) {
+  const Layout& layout = part == kDown ? down_ : up_;
+  std::atomic<bool> finite{true};
+  pack_blocks(pool, expert, part, [&](int64_t block, uint8_t* to) {
+    if (!pack_ggml_block(layout, block, source, to)) finite.store(false, std::memory_order_relaxed);
+  });
+  if (!finite) throw std::invalid_argument("a scale is NaN or infinite");
 }
 
 void Weights::pack_blocks(Pool& pool, int64_t expert, Part part,

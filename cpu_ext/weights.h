@@ -13,6 +13,8 @@
 
 namespace hetero {
 
+struct GgmlSource;
+
 struct ExpertsConfig {
   int64_t experts, hidden, intermediate;
   int32_t format, group;
@@ -95,6 +97,8 @@ class Weights {
            int64_t col_stride);
   // Packs a matrix that is quantised already, without changing a value.
   void put_codes(Pool& pool, int64_t expert, Part part, const Quantised& q);
+  // The same from blocks of a ggml type whose values the part's format keeps.
+  void put_ggml(Pool& pool, int64_t expert, Part part, const GgmlSource& source);
   // Gives expert `to` the packed bytes of expert `from`.
   void copy(int64_t from, int64_t to);
 

@@ -1,6 +1,6 @@
 """Types of the extension. Addresses are of contiguous memory that the caller keeps alive."""
 
-from typing import Literal
+from typing import Any, Literal
 
 def isa_names(with_twin: bool) -> list[str]: ...
 def best_isa() -> str: ...
@@ -91,3 +91,22 @@ class kernels:  # noqa: N801 - a submodule: single kernels, for tests and benchm
     def features() -> dict[str, bool]: ...
     @staticmethod
     def select(features: dict[str, bool]) -> dict[str, dict[str, dict[str, str]]]: ...
+
+class ggml:  # noqa: N801 - a submodule: decoding of GGUF's block types
+    @staticmethod
+    def types() -> list[tuple[str, int, int, int, int, int, int, int, int, bool]]: ...
+    @staticmethod
+    def codes(
+        *,
+        type: int,
+        data: Any,
+        n: int,
+        k: int,
+        grid: Any,
+        numbers: Any,
+        codes: Any,
+        scales: Any,
+        extra: Any,
+    ) -> bool: ...
+    @staticmethod
+    def floats(*, type: int, data: Any, n: int, k: int, grid: Any, numbers: Any, out: Any) -> None: ...

@@ -77,6 +77,13 @@ def code_shapes(fmt: Format, n: int, k: int) -> tuple[tuple[int, ...], tuple[int
     return (n, groups), (n, groups) if fmt.name == "int4a" else (1,) if fmt.name == "nvfp4" else None
 
 
+def code_types(fmt: Format) -> tuple[torch.dtype, torch.dtype]:
+    """Types of the scales and of the extra (of formats that have one), as they are stored."""
+    if fmt.kept_only:
+        return k_formats.dtypes(fmt)
+    return _SCALE_TYPES.get(fmt.name, torch.float16), _EXTRA_TYPES.get(fmt.name, torch.float16)
+
+
 def check_codes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None) -> Codes:
     """The arguments of ``pack_codes`` as they are stored: E8M0 and E4M3 as uint8, a scalar extra as [1], all
     on the CPU and contiguous. Raises InputError where types, shapes or codes do not fit the format."""
@@ -98,10 +105,7 @@ def check_codes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None
         )
     parts = [codes, scales] + ([] if extra is None else [extra])
     raw = [_as_bytes(part) for part in parts]
-    half = torch.float16
-    wanted = [torch.uint8, _SCALE_TYPES.get(fmt.name, half), _EXTRA_TYPES.get(fmt.name, half)]
-    if fmt.kept_only:
-        wanted[1:] = k_formats.dtypes(fmt)
+    wanted = [torch.uint8, *code_types(fmt)]
     if any(part.dtype != dtype for part, dtype in zip(raw, wanted, strict=False)):
         takes = f"codes of {wanted[0]} and scales of {wanted[1]}" + (f", {wanted[2]}" if extra_shape else "")
         raise InputError(f"{fmt} takes {takes}, not {[str(p.dtype) for p in parts]}")
