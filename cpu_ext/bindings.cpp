@@ -374,16 +374,18 @@ NB_MODULE(_cpu, m) {
              const Quantised q = {address<uint8_t>(codes), address<void>(scales), address<void>(extra)};
              e.weights().put_codes(*context().pool, expert, static_cast<Weights::Part>(part), q);
            })
-      .def("put_ggml",
-           [](Experts& e, int64_t expert, int32_t part, int32_t type, const GgmlBytes& data,
-              const GgmlTable<uint64_t>& grid, const GgmlTable<float>& numbers) {
-             const Weights& w = e.weights();
-             const Layout& layout = part == Weights::kDown ? w.down_layout() : w.up_layout();
-             const GgmlSource source = ggml_source(type, data, layout.n, layout.k, grid, numbers);
-             nb::gil_scoped_release release;
-             std::lock_guard<std::mutex> hold(context().lock);
-             e.weights().put_ggml(*context().pool, expert, static_cast<Weights::Part>(part), source);
-           })
+      .def(
+          "put_ggml",
+          [](Experts& e, int64_t expert, int32_t part, int32_t type, const GgmlBytes& data,
+             const GgmlTable<uint64_t>& grid, const GgmlTable<float>& numbers) {
+            const Weights& w = e.weights();
+            const Layout& layout = part == Weights::kDown ? w.down_layout() : w.up_layout();
+            const GgmlSource source = ggml_source(type, data, layout.n, layout.k, grid, numbers);
+            nb::gil_scoped_release release;
+            std::lock_guard<std::mutex> hold(context().lock);
+            e.weights().put_ggml(*context().pool, expert, static_cast<Weights::Part>(part), source);
+          },
+          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("grid").none(), nb::arg("numbers").none())
       // A whole expert, in the layout of kernels.h, from and to memory of the caller.
       .def_prop_ro("whole_bytes", [](Experts& e) { return e.weights().whole_bytes(); })
       .def("load_whole",

@@ -478,11 +478,12 @@ HETERO_INLINE void widen_values(const uint8_t* from, int64_t count, float* out, 
   for (int64_t i = 0; i < count; i++) out[i] = convert(load<T>(from + i * static_cast<int64_t>(sizeof(T))));
 }
 
-#define HETERO_GGML_TYPES(X)                                                                               \
-  X(Q4_0)                                                                                                  \
-  X(Q4_1)                                                                                                  \
-  X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ2_XXS) X(IQ2_XS) X(IQ3_XXS) X(IQ1_S) \
-      X(IQ4_NL) X(IQ3_S) X(IQ2_S) X(IQ4_XS) X(IQ1_M) X(TQ1_0) X(TQ2_0) X(MXFP4) X(NVFP4)
+#define HETERO_GGML_TYPES(X)                                                                                 \
+  X(Q4_0)                                                                                                    \
+  X(Q4_1)                                                                                                    \
+  X(Q5_0)                                                                                                    \
+  X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ2_XXS) X(IQ2_XS) X(IQ3_XXS) X(IQ1_S) X(IQ4_NL) \
+      X(IQ3_S) X(IQ2_S) X(IQ4_XS) X(IQ1_M) X(TQ1_0) X(TQ2_0) X(MXFP4) X(NVFP4)
 
 template <class T>
 constexpr GgmlType describe() {

@@ -156,6 +156,8 @@ void Weights::put_codes(Pool& pool, int64_t expert, Part part, const Quantised& 
 
 void Weights::put_ggml(Pool& pool, int64_t expert, Part part, const GgmlSource& source) {
   const Layout& layout = part == kDown ? down_ : up_;
+  if (source.type->group == 0 || source.type->group != layout.group)
+    throw std::invalid_argument("the format has other groups than the ggml type");
   std::atomic<bool> finite{true};
   pack_blocks(pool, expert, part, [&](int64_t block, uint8_t* to) {
     if (!pack_ggml_block(layout, block, source, to)) finite.store(false, std::memory_order_relaxed);

@@ -1,7 +1,8 @@
-"""The routed experts on the CPU: the typed face of the extension, and its only importer.
+"""The routed experts on the CPU: the typed face of the extension, and its only importer beside
+hetero.quant.ggml.
 
-Pool, instruction sets and experts stand in one module because the extension has one importer; nothing here
-computes, each function checks its arguments and calls.
+Pool, instruction sets and experts stand in one module because the extension has one importer for them;
+nothing here computes, each function checks its arguments and calls.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hetero.formats import Format
 from hetero.hw import cpu as hw_cpu
 from hetero.hw import memory, placement, topology
 from hetero.hw.topology import Topology
+from hetero.quant.ggml_types import PLAIN, Bytes, checked_bytes, ggml_type, tables
 from hetero.quant.pack import check_codes
 
 log = logging.getLogger("hetero.cpu")
@@ -344,8 +346,41 @@ class CpuExperts:
             raise InputError(f"{what}: {error}") from None
         self._put.add((expert, part))
 
+    def put_ggml(self, expert: int, part: Part, type_name: str, data: Bytes) -> None:
+        """Store a matrix from its blocks in a GGUF file: what ``put_codes`` stores of ``ggml_codes``, to the
+        bit, without its codes in memory.
+
+        ``data``: the bytes of its rows, one after the other. A plain type (F32, F16, BF16) is packed as
+        ``put`` does. Raises InputError where the part's format does not keep the type's values, on an unknown
+        type, another number of bytes, a scale that is NaN or infinite, or a part that cannot come now.
+        """
+        what = self._check_place(expert, part)
+        if part.endswith("_bias"):
+            raise InputError(f"{what}: a bias is no matrix of blocks")
+        try:
+            kind = ggml_type(type_name)
+            if kind.format not in (None, self.format):
+                raise InputError(f"{kind.name} is kept by {kind.format}, these weights are {self.format}")
+            n, k = _part_shape(self.spec, part)
+            raw, number = checked_bytes(kind, data, n, k), _PARTS.index(part)
+            if kind.format is None:
+                self._experts.put(expert, number, raw.ctypes.data, _DTYPES[PLAIN[kind.name]], k, 1)
+            else:
+                self._experts.put_ggml(expert, number, kind.number, raw, **tables(kind))
+        except (ValueError, InputError) as error:
+            raise InputError(f"{what}: {error}") from None
+        self._put.add((expert, part))
+
     def _check_part(self, expert: int, part: Part, tensor: Tensor) -> str:
         """What is put, in words. Raises InputError where it has no place, came before or does not fit."""
+        what = self._check_place(expert, part)
+        shape = _part_shape(self.spec, part)
+        if tuple(tensor.shape) != shape:
+            raise InputError(f"{what}: shape {list(tensor.shape)}, must be {list(shape)}")
+        return what
+
+    def _check_place(self, expert: int, part: Part) -> str:
+        """What is put, in words. Raises InputError where it has no place or came before."""
         what = f"expert {expert} {part}"
         if not 0 <= expert < self.spec.num_experts:
             raise InputError(f"{what}: there are {self.spec.num_experts} experts")
@@ -353,9 +388,6 @@ class CpuExperts:
             raise InputError(f"{what}: these experts have only {', '.join(self._parts)}")
         if (expert, part) in self._put:
             raise InputError(f"{what}: given twice")
-        shape = _part_shape(self.spec, part)
-        if tuple(tensor.shape) != shape:
-            raise InputError(f"{what}: shape {list(tensor.shape)}, must be {list(shape)}")
         return what
 
     def copy_expert(self, source: int, target: int) -> None:

@@ -1,4 +1,4 @@
-"""Block types of GGUF files: their sizes, the packed format that keeps each, and the tables of their decoders.
+"""Block types of GGUF files: their sizes, the packed format that keeps each, the tables of their decoders.
 
 The decoders are in cpu_ext/ggml.cpp; ``hetero.quant.ggml`` calls them.
 """
