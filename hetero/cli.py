@@ -79,7 +79,12 @@ app.command("launch", context_settings=cli_launch.CONTEXT)(cli_launch.launch)
 
 ModelArg = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="A checkpoint folder; without one, the demo model."),
+    typer.Argument(
+        metavar="[MODEL]", help="A checkpoint folder or OWNER/NAME of the Hub; without one, the demo model."
+    ),
+]
+RevisionOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a model of the Hub.")
 ]
 RulesOption = Annotated[
     str | None,
@@ -113,6 +118,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 def run(
     model: ModelArg = None,
     *,
+    revision: RevisionOption = None,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="What to answer.")
     ] = None,
@@ -163,7 +169,7 @@ def run(
     stops = tuple(stop or ())
     request = Request(tuple(_ANY_PROMPT if given_ids is None else given_ids), sampling, max_tokens, stops)
 
-    loaded = _load(*_folder(model), rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
+    loaded = _load(*_folder(model, revision), rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
     ids = given_ids if given_ids is not None else _prompt_ids(loaded, prompt or "", system, raw)
     request = dataclasses.replace(request, prompt=tuple(ids), ignore_eos=ignore_eos)
     engine = Engine(loaded.runnable)
@@ -181,6 +187,7 @@ def run(
 def chat(
     model: ModelArg = None,
     *,
+    revision: RevisionOption = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     rules: RulesOption = None,
     set_: SetOption = None,
@@ -212,7 +219,7 @@ def chat(
     )
     asked = Request(_ANY_PROMPT, sampling, max_tokens, tuple(stop or ()))
 
-    loaded = _load(*_folder(model), rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
+    loaded = _load(*_folder(model, revision), rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise InputError(
@@ -230,6 +237,7 @@ def chat(
 def serve(
     model: ModelArg = None,
     *,
+    revision: RevisionOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8080,
     api_key_file: Annotated[
@@ -295,7 +303,7 @@ def serve(
         tool_format=tool_format,
         reasoning_format=reasoning_format,
     )
-    folder, name = _folder(model)
+    folder, name = _folder(model, revision)
     with open_socket(host, port, allow_remote or bool(keys)) as listener:
         if keys and not is_loopback(listener.getsockname()[0]):
             # Under a key a foreign page that reaches the server by a rebound name still gets nothing.
@@ -346,8 +354,8 @@ def _load(
     return dataclasses.replace(loaded, name=name)
 
 
-def _folder(model: str | None) -> tuple[Path, str]:
-    """The checkpoint folder and what to call the model."""
+def _folder(model: str | None, revision: str | None) -> tuple[Path, str]:
+    """The checkpoint folder and what to call the model. One of the Hub is fetched."""
     if model is None:
         from hetero.model.demo import default_model
 
@@ -357,7 +365,9 @@ def _folder(model: str | None) -> tuple[Path, str]:
         return default.path, "demo" if default.note is None else default.path.name
     from hetero.model.shapes import resolve_model
 
-    found = resolve_model(model)
+    found = resolve_model(
+        model, revision=revision, weights=True, say=terminal.note, bar=terminal.progress_bar
+    )
     if found.kind != "folder":
         raise InputError(
             f"{model}: has a configuration but no weights; to run it, give the folder of its checkpoint "

@@ -39,20 +39,26 @@ DevicesOption = Annotated[
     str | None,
     typer.Option("--devices", metavar="LIST", help="Assume these devices, e.g. cpu,cuda:0; else those here."),
 ]
+RevisionOption = Annotated[
+    str | None, typer.Option("--revision", metavar="NAME", help="Of a model of the Hub.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
 def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A rule file, or the name of a shipped one.")],
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a config.json or synthetic:NAME.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, a config.json, synthetic:NAME or OWNER/NAME.")
+    ],
     *,
     set_: SetOption = None,
     devices: DevicesOption = None,
+    revision: RevisionOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check a rule file against a model; no weight is read."""
-    _, placement, modules = _place(file, model, set_, devices)
+    _, placement, modules = _place(file, model, set_, devices, revision)
     replaced = list(placement.replacements())
     for note in placement.notes:
         Console(stderr=True).print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
@@ -79,6 +85,7 @@ def explain_command(
     *,
     set_: SetOption = None,
     devices: DevicesOption = None,
+    revision: RevisionOption = None,
     dtype: Annotated[
         str, typer.Option(help="Of dense weights, as in 'hetero run': float32, bfloat16 or float16.")
     ] = "float32",
@@ -92,7 +99,7 @@ def explain_command(
     if len(words) > 2:
         raise InputError(f"hetero rules explain [FILE] MODEL takes one or two words, not {len(words)}")
     file, model = (None, words[0]) if len(words) == 1 else (words[0], words[1])
-    model_type, placement, modules = _place(file, model, set_, devices)
+    model_type, placement, modules = _place(file, model, set_, devices, revision)
     lines = explain(placement, modules, dtype)
     if as_json:
         _print_json(
@@ -150,7 +157,7 @@ def migrate_command(
 
 
 def _place(
-    file: str | None, model: str, sets: list[str] | None, devices: str | None
+    file: str | None, model: str, sets: list[str] | None, devices: str | None, revision: str | None
 ) -> tuple[str, Placement, list[ModuleInfo]]:
     """Model type, placement and tree of a model under a rule file, or under the model's default one."""
     overrides = parse_set(sets or [])
@@ -166,7 +173,7 @@ def _place(
     from hetero.model.shapes import resolve_model
 
     try:
-        config_data = resolve_model(model).config
+        config_data = resolve_model(model, revision=revision).config
         modules = describe(build_meta(load_config(config_data), torch.float32))
     except InputError:
         mistakes.tell()

@@ -46,6 +46,8 @@ def load_config(source: str | Path | dict[str, Any]) -> hf.Config:
     if model_type not in hf.CONFIG_MAPPING_NAMES and model_type not in hf.CONFIG_MAPPING:
         near = difflib.get_close_matches(model_type, list(hf.CONFIG_MAPPING_NAMES), n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        if "auto_map" in data:
+            hint += "; the model brings code of its own, which hetero never runs (trust_remote_code)"
         raise InputError(f"{where}: unknown model_type {model_type!r}{hint}")
     check_type(model_type)
     config_class = hf.CONFIG_MAPPING[model_type]

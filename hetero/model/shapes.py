@@ -1,20 +1,22 @@
-"""What the user's MODEL names: a folder, a config.json or a known shape. Imports no torch."""
+"""What MODEL names: a folder, a config.json, a known shape or a model of the Hub. Imports no torch."""
 
 from __future__ import annotations
 
 import difflib
 import json
-import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hetero.core import InputError
 
+if TYPE_CHECKING:
+    from hetero.hub import Bar
+
 SYNTHETIC = "synthetic:"
 
-# What names a model on the Hub: owner/name.
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SHAPES = Path(__file__).resolve().parent.parent / "data" / "shapes"
 
 
@@ -38,28 +40,76 @@ def shape_names() -> list[str]:
     return sorted(path.stem for path in _SHAPES.glob("*.json"))
 
 
-def resolve_model(model: str) -> ModelRef:
-    """Find what ``model`` names: a folder, a config.json, ``synthetic:NAME`` or ``synthetic:PATH``.
+def resolve_model(
+    model: str,
+    *,
+    revision: str | None = None,
+    weights: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+    bar: Bar = lambda _: nullcontext(None),
+) -> ModelRef:
+    """Find what ``model`` names: a folder, a config.json, ``synthetic:NAME``, ``synthetic:PATH``, or a model
+    of the Hub (docs/usage.md), which is fetched: its configuration, and all that a run needs where
+    ``weights`` is set. ``revision`` is a branch, a tag or a commit of the Hub; ``say`` and ``bar`` show what
+    goes on.
 
-    Raises InputError, with the nearest known names, when it is none of them.
+    Raises InputError, with the nearest known names, when it is none of them, and MachineError where fetching
+    fails.
     """
+    path = Path(model)
+    if revision is not None and (model.startswith(SYNTHETIC) or path.exists()):
+        raise InputError(f"--revision {revision}: {model} is not of the Hub")
     if model.startswith(SYNTHETIC):
         return _synthetic(model.removeprefix(SYNTHETIC))
-    path = Path(model)
     if path.is_dir():
         return ModelRef("folder", path.resolve().name, path, read_config(path / "config.json"))
     if path.is_file():
         if path.suffix != ".json":
             raise InputError(f"{path}: a model is a folder, a config.json or {SYNTHETIC}NAME")
         return ModelRef("config", path.stem, path, read_config(path))
-    if _HUB_ID.fullmatch(model):
+    from hetero.hub_names import parse_name
+
+    name = parse_name(model)
+    if name is None:
+        hint = _did_you_mean(model, [f"{SYNTHETIC}{shape}" for shape in shape_names()])
         raise InputError(
-            f"no folder {model!r}: models are not downloaded yet; fetch the checkpoint, for example with "
-            f"`hf download {model} --local-dir FOLDER`, then give FOLDER"
+            f"no model {model!r}: neither a folder, nor a config.json, nor {SYNTHETIC}NAME, "
+            f"nor OWNER/NAME of the Hub{hint}"
         )
-    near = difflib.get_close_matches(model, shape_names(), n=2, cutoff=0.5)
-    hint = "; did you mean " + " or ".join(f"{SYNTHETIC}{name}" for name in near) + "?" if near else ""
-    raise InputError(f"no model {model!r}: neither a folder, nor a config.json, nor {SYNTHETIC}NAME{hint}")
+    from hetero import hub  # only here: the library takes half a second to import
+    from hetero.hub_errors import NoSuchRepositoryError
+
+    try:
+        found = hub.fetch(name, revision=revision, weights=weights, check=_check, say=say, bar=bar)
+    except NoSuchRepositoryError as error:
+        near = [f"{SYNTHETIC}{shape}" for shape in shape_names()] + hub.cached_repos() + _neighbours(path)
+        raise InputError(f"{error}{_did_you_mean(model, near)}") from None
+    if found.is_dir() and not weights:
+        return ModelRef("config", name.short, found / "config.json", read_config(found / "config.json"))
+    return replace(resolve_model(str(found)), name=name.short)
+
+
+def _check(folder: Path) -> None:
+    """Refuse a configuration that cannot run before gigabytes of weights are fetched."""
+    from hetero.model.config import load_config
+
+    load_config(folder)
+
+
+def _neighbours(path: Path) -> list[str]:
+    """Folders beside ``path``, were it one."""
+    try:
+        return [str(path.parent / each.name) for each in path.parent.iterdir() if each.is_dir()][:1000]
+    except OSError:
+        return []
+
+
+def _did_you_mean(word: str, known: list[str]) -> str:
+    """The nearest, by the whole name or by its last part."""
+    by_tail = {name.lower().rpartition("/")[2].removeprefix(SYNTHETIC): name for name in known}
+    tails = difflib.get_close_matches(word.lower().rpartition("/")[2], by_tail, n=2, cutoff=0.6)
+    near = difflib.get_close_matches(word, known, n=2, cutoff=0.7) + [by_tail[tail] for tail in tails]
+    return f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
 
 
 def _synthetic(name: str) -> ModelRef:

@@ -402,7 +402,7 @@ def test_torch_threads_do_not_spin() -> None:
 def test_ctrl_c_while_loading_is_quiet() -> None:
     code = (
         "import os, signal\nimport hetero.cli as cli\n"
-        "cli._folder = lambda model: os.kill(os.getpid(), signal.SIGINT)\n"
+        "cli._folder = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
         "cli.app(['run', '--prompt-ids', '1'])\n"
     )
     done = subprocess.run(
