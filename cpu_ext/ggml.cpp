@@ -6,6 +6,7 @@
 
 #include <string.h>
 
+#include <array>
 #include <memory>
 
 #include "bits.h"
@@ -478,43 +479,44 @@ HETERO_INLINE void widen_values(const uint8_t* from, int64_t count, float* out, 
   for (int64_t i = 0; i < count; i++) out[i] = convert(load<T>(from + i * static_cast<int64_t>(sizeof(T))));
 }
 
-#define HETERO_GGML_TYPES(X)                                                                                 \
-  X(Q4_0)                                                                                                    \
-  X(Q4_1)                                                                                                    \
-  X(Q5_0)                                                                                                    \
-  X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ2_XXS) X(IQ2_XS) X(IQ3_XXS) X(IQ1_S) X(IQ4_NL) \
-      X(IQ3_S) X(IQ2_S) X(IQ4_XS) X(IQ1_M) X(TQ1_0) X(TQ2_0) X(MXFP4) X(NVFP4)
+template <class... T>
+struct List {};
+using BlockTypes = List<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, IQ3_XXS,
+                        IQ3_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ1_S, IQ1_M, MXFP4, NVFP4, TQ1_0, TQ2_0>;
 
-template <class T>
-constexpr GgmlType describe() {
-  return {T::kNumber,     T::kName,       T::kValues,   T::kBytes,      T::kGroup,
-          T::kScaleBytes, T::kExtraBytes, T::kGridRows, T::kGridValues, has_numbers<T>()};
+template <class... T>
+constexpr auto describe(List<T...>) {
+  return std::array<GgmlType, 3 + sizeof...(T)>{
+      {{kF32Number, "F32", 1, 4, 0, 0, 0, 0, 0, false},
+       {kF16Number, "F16", 1, 2, 0, 0, 0, 0, 0, false},
+       {kBf16Number, "BF16", 1, 2, 0, 0, 0, 0, 0, false},
+       {T::kNumber, T::kName, T::kValues, T::kBytes, T::kGroup, T::kScaleBytes, T::kExtraBytes, T::kGridRows,
+        T::kGridValues, has_numbers<T>()}...}};
 }
-#define HETERO_DESCRIBE(T) describe<T>(),
-constexpr GgmlType kTypes[] = {{kF32Number, "F32", 1, 4, 0, 0, 0, 0, 0, false},
-                               {kF16Number, "F16", 1, 2, 0, 0, 0, 0, 0, false},
-                               {kBf16Number, "BF16", 1, 2, 0, 0, 0, 0, 0, false},
-                               HETERO_GGML_TYPES(HETERO_DESCRIBE)};
+constexpr auto kTypes = describe(BlockTypes());
+
+template <class... T>
+HETERO_INLINE bool codes_of_any(List<T...>, int32_t number, const GgmlTables& tables, const uint8_t* from,
+                                int64_t blocks, uint8_t* codes, uint8_t* scales, uint8_t* extra) {
+  bool finite = false;
+  ((number == T::kNumber && (finite = codes_of<T>(tables, from, blocks, codes, scales, extra), true)) || ...);
+  return finite;
+}
+
+template <class... T>
+HETERO_INLINE void floats_of_any(List<T...>, int32_t number, const GgmlTables& tables, const uint8_t* from,
+                                 int64_t blocks, float* out) {
+  ((number == T::kNumber && (floats_of<T>(tables, from, blocks, out), true)) || ...);
+}
 
 HETERO_CLONES bool to_codes(int32_t number, const GgmlTables& tables, const uint8_t* from, int64_t blocks,
                             uint8_t* codes, uint8_t* scales, uint8_t* extra) {
-  switch (number) {
-#define HETERO_CODES(T) \
-  case T::kNumber:      \
-    return codes_of<T>(tables, from, blocks, codes, scales, extra);
-    HETERO_GGML_TYPES(HETERO_CODES)
-    default:
-      return false;
-  }
+  return codes_of_any(BlockTypes(), number, tables, from, blocks, codes, scales, extra);
 }
 
 HETERO_CLONES void to_floats(int32_t number, const GgmlTables& tables, const uint8_t* from, int64_t blocks,
                              float* out) {
   switch (number) {
-#define HETERO_FLOATS(T) \
-  case T::kNumber:       \
-    return floats_of<T>(tables, from, blocks, out);
-    HETERO_GGML_TYPES(HETERO_FLOATS)
     case kF32Number:
       memcpy(out, from, static_cast<size_t>(blocks) * 4);
       return;
@@ -524,15 +526,15 @@ HETERO_CLONES void to_floats(int32_t number, const GgmlTables& tables, const uin
       return widen_values<uint16_t>(from, blocks, out,
                                     [](uint16_t x) { return bits_to_float(static_cast<uint32_t>(x) << 16); });
     default:
-      return;
+      return floats_of_any(BlockTypes(), number, tables, from, blocks, out);
   }
 }
 
 }  // namespace
 
 const GgmlType* ggml_types(int64_t* count) {
-  *count = sizeof kTypes / sizeof *kTypes;
-  return kTypes;
+  *count = static_cast<int64_t>(kTypes.size());
+  return kTypes.data();
 }
 
 const GgmlType* ggml_type(int32_t number) {
