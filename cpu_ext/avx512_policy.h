@@ -19,6 +19,7 @@ struct Avx512 {
   struct W {
     __m512i v[8];
   };
+  using Lookup = __m512i;
 
   static F zero() { return _mm512_setzero_ps(); }
   static F set1(float x) { return _mm512_set1_ps(x); }
@@ -79,14 +80,20 @@ struct Avx512 {
     const I odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
     return add(_mm512_permutex2var_ps(first, even, second), _mm512_permutex2var_ps(first, odd, second));
   }
+  static F bytes(const uint8_t* p) {
+    return to_float(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
   template <int Format>
   static F scale(const uint8_t* p) {
+    constexpr Scale kScale = Codes<Format>::kOf.scale;
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    if (Format == kMxfp4) {
+    if (kScale == Scale::kUnsigned) return to_float(_mm512_cvtepu8_epi32(bytes));
+    if (kScale == Scale::kSigned) return to_float(_mm512_cvtepi8_epi32(bytes));
+    if (kScale == Scale::kE8m0) {
       const I power = _mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23);
       return mul(from_bits(_mm512_max_epi32(power, _mm512_set1_epi32(0x00400000))), set1(0.5f));
     }
-    if (Format == kNvfp4) {
+    if (kScale == Scale::kE4m3) {
       const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
       return _mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16(static_cast<int16_t>(0xbf80))));
     }
@@ -101,24 +108,25 @@ struct Avx512 {
     sums[1] = _mm_cvtsi128_si32(_mm256_extracti128_si256(both, 1)) - 16 * 128;
   }
 
+  static Lookup lookup(const Table& table) {
+    return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table.codes)));
+  }
   template <int Format>
-  static I number(I code) {
-    if (!Codes<Format>::kTable) return code;
-    const I table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kE2m1)));
-    return _mm512_shuffle_epi8(table, code);
+  static I number(I code, Lookup table) {
+    return Codes<Format>::kTable ? _mm512_shuffle_epi8(table, code) : code;
   }
   // Unsigned codes, 4 k to a vector, k ascending.
   template <int Format>
-  static W decode(const uint8_t* p) {
+  static W decode(const uint8_t* p, Lookup table) {
     W r;
-    if (Format == kInt8) {
+    if (Codes<Format>::kBytes) {
       for (int i = 0; i < 8; i++) r.v[i] = _mm512_loadu_si512(p + 64 * i);
     } else {
       const I low = _mm512_set1_epi8(15);
       for (int i = 0; i < 4; i++) {
         const I both = _mm512_loadu_si512(p + 64 * i);
-        r.v[2 * i] = number<Format>(_mm512_and_si512(both, low));
-        r.v[2 * i + 1] = number<Format>(_mm512_and_si512(_mm512_srli_epi16(both, 4), low));
+        r.v[2 * i] = number<Format>(_mm512_and_si512(both, low), table);
+        r.v[2 * i + 1] = number<Format>(_mm512_and_si512(_mm512_srli_epi16(both, 4), low), table);
       }
     }
     return r;

@@ -31,7 +31,10 @@ using InOut = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
 template <class T>
 using Out = nb::ndarray<nb::numpy, T>;
 
-const char* const kFormatNames[kFormats] = {"f32", "bf16", "int8", "int4", "int4a", "fp8", "mxfp4", "nvfp4"};
+const char* const kFormatNames[kFormats] = {
+    "f32",     "bf16",  "int8",    "int4",   "int4a", "fp8",   "mxfp4", "nvfp4", "int8a",
+    "int4z",   "int8z", "iq4_nl",  "q4_k",   "q5_k",  "q2_k",  "q3_k",  "q6_k",  "iq4_xs",
+    "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m"};
 const char* const kClassNames[kRowClasses] = {"gemv", "gemm", "bulk"};
 const char* const kIsaNames[kIsas] = {"scalar", "avx2", "avx512", "amx"};
 
@@ -153,6 +156,7 @@ Out<uint8_t> pack_matrix(int32_t format, int32_t group, uintptr_t data, int32_t 
       status = pack_block(layout, b, source, shared.data(), out.data() + b * layout.block_bytes);
   }
   if (status == kPackNotFinite) throw std::domain_error("a weight is not finite");
+  if (status == kPackKeptOnly) throw std::invalid_argument("the format only keeps values that have it");
   if (status == kPackOverflow) throw std::overflow_error("a weight is too large for the format");
   return out;
 }
@@ -163,13 +167,13 @@ Out<uint8_t> pack_codes(int32_t format, int32_t group, In<uint8_t, 2> codes, In<
   const Layout layout =
       layout_of(format, group, static_cast<int64_t>(codes.shape(0)), static_cast<int64_t>(codes.shape(1)));
   if (layout.group == 0) throw std::invalid_argument("this format has no codes");
-  if ((format == kInt4a || format == kNvfp4) != extra.has_value())
-    throw std::invalid_argument("int4a needs minima, nvfp4 a scale of the matrix, the other formats neither");
-  const size_t per_row = static_cast<size_t>((layout.k + group - 1) / group);
-  const size_t bytes = format == kFp8 ? 4 : format == kMxfp4 || format == kNvfp4 ? 1 : 2;
-  const size_t rows = format == kFp8 ? (codes.shape(0) + 127) / 128 : codes.shape(0);
-  auto fits = [&](const In<uint8_t, 2>& a) { return a.shape(0) == rows && a.shape(1) == per_row * bytes; };
-  if (!fits(scales) || (extra && !(format == kNvfp4 ? extra->size() == 4 : fits(*extra))))
+  const size_t rows = codes.shape(0), of_row = static_cast<size_t>(row_scale_bytes(layout));
+  const size_t beside = format == kNvfp4 ? 4 : rows * static_cast<size_t>(row_extra_bytes(layout));
+  if ((beside != 0) != extra.has_value())
+    throw std::invalid_argument(beside != 0 ? "the format has something beside its scales"
+                                            : "the format has nothing beside its scales");
+  const size_t tiles = (rows + 127) / 128 * static_cast<size_t>((layout.k + group - 1) / group) * 4;
+  if (scales.size() != (format == kFp8 ? tiles : rows * of_row) || (extra && extra->size() != beside))
     throw std::invalid_argument("scales or extras of another shape than the format has");
   const Quantised q = {codes.data(), scales.data(), extra ? extra->data() : nullptr};
   if (const char* wrong = wrong_codes(layout, q)) throw std::invalid_argument(wrong);

@@ -1,5 +1,6 @@
-// The quantised formats by their numbers: what a kernel of exact.h must know of each. Codes are unsigned
-// bytes after decoding: number + kZero, so that unsigned times signed instructions serve all of them.
+// The quantised formats by their numbers: what packing and the kernels of exact.h must know of each. Codes
+// are unsigned bytes after decoding: number + zero, so that unsigned times signed instructions serve all of
+// them.
 #pragma once
 
 #include "kernels.h"
@@ -7,36 +8,124 @@
 namespace hetero {
 namespace {
 
-// kGroupBytes  bytes of 32 k of a block
-// kZero, kMost the code of the number zero, the largest code
-// kTable       whether the 4 bits are an index of kE2m1 rather than the code itself
-// kParts       dots per 32 k, each with its own scale; kScaleBytes of one row's scale
-template <int Bytes, int Zero, int Most, bool Table, int Parts, int ScaleBytes>
-struct CodesOf {
-  static constexpr int kGroupBytes = Bytes, kZero = Zero, kMost = Most, kParts = Parts;
-  static constexpr int kScaleBytes = ScaleBytes;
-  static constexpr bool kTable = Table;
+// How scales are stored, and what may stand beside them (see kernels.h for the layouts).
+enum class Scale : uint8_t { kNone, kHalf, kTiles, kE8m0, kE4m3, kUnsigned, kSigned };
+enum class Beside : uint8_t { kNothing, kMinima, kZeros, kMatrix, kSuper, kSuperMinima };
+
+struct Traits {
+  uint8_t bits;      // of a code in a block
+  uint8_t group;     // 0: 32, 64 or 128, or none for floats
+  uint8_t zero;      // decoded code of the number zero
+  uint8_t most;      // largest decoded code
+  bool table;        // the 4 bits are a place in a table, not the code itself
+  uint8_t valid[2];  // lowest and highest code that packing takes
+  uint8_t offset;    // what packing takes off codes
+  Scale scale;
+  Beside beside;
 };
+
+constexpr Traits kTraits[kFormats] = {
+    {32, 0, 0, 0, false, {0, 0}, 0, Scale::kNone, Beside::kNothing},            // f32
+    {16, 0, 0, 0, false, {0, 0}, 0, Scale::kNone, Beside::kNothing},            // bf16
+    {8, 0, 128, 255, false, {0, 255}, 0, Scale::kHalf, Beside::kNothing},       // int8
+    {4, 0, 8, 15, false, {0, 15}, 0, Scale::kHalf, Beside::kNothing},           // int4
+    {4, 0, 0, 15, false, {0, 15}, 0, Scale::kHalf, Beside::kMinima},            // int4a
+    {8, 128, 0, 0, false, {0, 255}, 0, Scale::kTiles, Beside::kNothing},        // fp8
+    {4, 32, 12, 24, true, {0, 15}, 0, Scale::kE8m0, Beside::kNothing},          // mxfp4
+    {4, 16, 12, 24, true, {0, 15}, 0, Scale::kE4m3, Beside::kMatrix},           // nvfp4
+    {8, 0, 0, 255, false, {0, 255}, 0, Scale::kHalf, Beside::kMinima},          // int8a
+    {4, 0, 0, 15, false, {0, 15}, 0, Scale::kHalf, Beside::kZeros},             // int4z
+    {8, 0, 0, 255, false, {0, 255}, 0, Scale::kHalf, Beside::kZeros},           // int8z
+    {4, 32, 128, 255, true, {0, 15}, 0, Scale::kHalf, Beside::kNothing},        // iq4_nl
+    {4, 32, 0, 15, false, {0, 15}, 0, Scale::kUnsigned, Beside::kSuperMinima},  // q4_k
+    {8, 32, 0, 31, false, {0, 31}, 0, Scale::kUnsigned, Beside::kSuperMinima},  // q5_k
+    {4, 16, 0, 3, false, {0, 3}, 0, Scale::kUnsigned, Beside::kSuperMinima},    // q2_k
+    {4, 16, 8, 15, false, {4, 11}, 0, Scale::kSigned, Beside::kSuper},          // q3_k
+    {8, 16, 32, 63, false, {96, 159}, 96, Scale::kSigned, Beside::kSuper},      // q6_k
+    {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq4_xs
+    {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq3_xxs
+    {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq3_s
+    {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq2_xxs
+    {4, 16, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq2_xs
+    {4, 16, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq2_s
+    {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq1_s
+    {4, 16, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq1_m
+};
+
+constexpr int64_t kSuperGroup = 256;  // k that share d and dmin
+constexpr int kMostInteger = 63;      // largest integer scale or minimum
+
+constexpr bool has_super(const Traits& t) {
+  return t.beside == Beside::kSuper || t.beside == Beside::kSuperMinima;
+}
+
+// A table's numbers plus its zero. hetero/quant/iq_tables.py says where those of the iq types come from; a
+// code that stands for nothing is a zero.
+struct Table {
+  alignas(16) uint8_t codes[16];
+  uint16_t used;  // bit by code
+  float factor;   // what an integer scale counts beside d
+};
+constexpr Table kE2m1 = {{12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}, 0xffff, 0.5f};
+constexpr Table kIq4 = {
+    {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}, 0xffff, 1.0f};
+constexpr Table kIq3Even = {
+    {130, 134, 138, 142, 146, 150, 154, 159, 126, 122, 118, 114, 110, 106, 102, 97}, 0xffff, 0.5f};
+constexpr Table kIq3Odd = {
+    {129, 131, 133, 135, 137, 139, 141, 143, 127, 125, 123, 121, 119, 117, 115, 113}, 0xffff, 1.0f};
+constexpr Table kIq2 = {
+    {136, 153, 171, 128, 128, 128, 128, 128, 120, 103, 85, 128, 128, 128, 128, 128}, 0x0707, 0.125f};
+constexpr Table kIq1 = {
+    {121, 129, 137, 128, 128, 128, 128, 128, 119, 127, 135, 128, 128, 128, 128, 128}, 0x0707, 0.125f};
+
+inline const Table& table_of(int32_t format) {
+  switch (format) {
+    case kIq4Nl:
+    case kIq4Xs:
+      return kIq4;
+    case kIq3Xxs:
+      return kIq3Even;
+    case kIq3S:
+      return kIq3Odd;
+    case kIq2Xxs:
+    case kIq2Xs:
+    case kIq2S:
+      return kIq2;
+    case kIq1S:
+    case kIq1M:
+      return kIq1;
+    default:
+      return kE2m1;
+  }
+}
+
+// kGroupBytes  bytes of 32 k of a block
+// kParts       dots per 32 k, each with its own scale; kScaleBytes of one row's scale
+// kPartBytes   of the scales of 16 rows, with minima that lie between them
 template <int Format>
-struct Codes;
-template <>
-struct Codes<kInt8> : CodesOf<512, 128, 255, false, 1, 2> {};
-template <>
-struct Codes<kInt4> : CodesOf<256, 8, 15, false, 1, 2> {};
-template <>
-struct Codes<kInt4a> : CodesOf<256, 0, 15, false, 1, 2> {};
-template <>
-struct Codes<kMxfp4> : CodesOf<256, 12, 24, true, 1, 1> {};
-template <>
-struct Codes<kNvfp4> : CodesOf<256, 12, 24, true, 2, 1> {};
+struct Codes {
+  static constexpr Traits kOf = kTraits[Format];
+  static constexpr int kGroupBytes = kOf.bits * 64, kZero = kOf.zero, kMost = kOf.most;
+  static constexpr int kParts = kOf.group == 16 ? 2 : 1;
+  static constexpr int kScaleBytes = kOf.scale == Scale::kHalf ? 2 : 1;
+  static constexpr bool kBytes = kOf.bits == 8, kTable = kOf.table, kFixed = kOf.group != 0;
+  static constexpr bool kZeros = kOf.beside == Beside::kZeros, kMinima = kOf.beside == Beside::kMinima;
+  static constexpr bool kSuper = has_super(kOf), kSuperMinima = kOf.beside == Beside::kSuperMinima;
+  static constexpr bool kMinimum = kMinima || kSuperMinima;
+  static constexpr int kPartBytes = kBlockRows * kScaleBytes * (kSuperMinima ? 2 : 1);
+  // Bytes of minima or zeros of 16 rows and a group, of d and dmin of 16 rows and 256 k.
+  static constexpr int kBesideBytes = kMinima ? 2 * kBlockRows : kZeros ? kBlockRows : 0;
+  static constexpr int kSuperBytes = kSuperMinima ? 4 * kBlockRows : 2 * kBlockRows;
+};
 
-// Twice the numbers of E2M1, plus 12.
-alignas(16) constexpr uint8_t kE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+// How many steps of two products each vpmaddubsw's 16-bit sums hold; none: a step must be of signed numbers.
+template <int Format>
+constexpr int kStepsThatFit = 32767 / (2 * (kTraits[Format].most ? kTraits[Format].most : 1) * 127);
 
-// Whether vpmaddubsw's 16-bit sums of `steps` steps stay below 32768: each adds two products.
+// Whether vpmaddubsw's 16-bit sums of `steps` steps stay below 32768.
 template <int Format>
 constexpr bool sums_fit(int steps) {
-  return steps * 2 * Codes<Format>::kMost * 127 < 32768;
+  return steps <= kStepsThatFit<Format>;
 }
 
 }  // namespace

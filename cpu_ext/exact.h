@@ -4,9 +4,11 @@
 // P has kLanes (16, or 8: then a block is done in two halves) and
 //   F, I, W              kLanes floats, kLanes int32, the decoded codes of 32 k for kLanes rows
 //   zero load store set1 add mul fma to_float
-//   scale<Format>(p)     scales of kLanes rows -> F: fp16; E8M0 less one; E4M3 * 2^-8
+//   scale<Format>(p)     scales of kLanes rows -> F: fp16; E8M0 less one; E4M3 * 2^-8; integers
+//   bytes(p)             kLanes unsigned bytes -> F
 //   bf_even(p) bf_odd(p) first / second bf16 of each 4-byte lane -> F
-//   decode<Format>(p)    4 or 8 steps of 64 bytes from p, kLanes lanes of each -> W
+//   lookup(table)        a table as decode takes it (Lookup)
+//   decode<Format>(p, t) 4 or 8 steps of 64 bytes from p, kLanes lanes of each -> W
 //   dot<Format, First, Count>(w, a, sum)  dot of the group's activations at a with each lane, in steps of 4 k
 //                        from First on, zero point subtracted; `sum` is the sum of these activations
 //   half_sums(a, sums)   sums of the first and the second 16 of 32 activations
@@ -39,6 +41,19 @@ inline float float_at(const uint8_t* p) {
   return value;
 }
 
+// Adds the dot of a group to the sum of a row: see GemmFn. `minimum` is what stands beside the scale, if any.
+template <class P, int Format>
+inline typename P::F add_group(typename P::F acc, typename P::I dot, typename P::F scale,
+                               typename P::F minimum, typename P::F a, int32_t sum) {
+  using C = Codes<Format>;
+  typename P::F number = P::to_float(dot);
+  // Integers below 2^24: exact.
+  if (C::kZeros) number = P::fma(minimum, P::set1(-static_cast<float>(sum)), number);
+  acc = P::fma(number, P::mul(scale, a), acc);
+  if (C::kMinimum) acc = P::fma(P::set1(static_cast<float>(sum)), P::mul(minimum, a), acc);
+  return acc;
+}
+
 // M rows against U consecutive blocks, whose bytes arrive as U streams. Far fetches end at `stop`.
 template <class P, int Format, int M, int U>
 inline void quant_tile(const uint8_t* w, const uint8_t* stop, const Layout* layout, const Rows* x, int64_t m0,
@@ -47,29 +62,48 @@ inline void quant_tile(const uint8_t* w, const uint8_t* stop, const Layout* layo
   constexpr int kUnits = U * kHalves;
   using C = Codes<Format>;
   constexpr int kParts = C::kParts, kSteps = 8 / kParts;
-  constexpr int64_t kBytes = C::kGroupBytes, kScales = kParts * kBlockRows * C::kScaleBytes;
+  constexpr int64_t kBytes = C::kGroupBytes, kScales = kParts * C::kPartBytes;
+  constexpr int64_t kSuperGroups = kSuperGroup / kActGroup;
   const int64_t groups = layout->k_pad / kActGroup;
-  const int64_t inner = C::kScaleBytes == 1 ? 1 : layout->group / kActGroup;
+  const int64_t inner = C::kFixed ? 1 : layout->group / kActGroup;
   const int8_t* q = x->q + m0 * layout->k_pad;
   const float* scale_a = x->scale + m0 * groups;
   const int32_t* sum = x->sum + m0 * groups * kParts;
   const uint8_t* scales = w + layout->scale_offset;
-  const uint8_t* minima = w + layout->min_offset;
+  const uint8_t* beside = w + layout->min_offset;
+  const Table& table = table_of(C::kFixed ? layout->format : Format);
+  const typename P::Lookup lookup = P::lookup(table);
+  const typename P::F factor = P::set1(C::kTable ? table.factor : 1.0f);
   typename P::F acc[kUnits][M];
   for (int u = 0; u < kUnits; u++)
     for (int m = 0; m < M; m++) acc[u][m] = P::zero();
-  typename P::F matrix[U];  // nvfp4: the scale of the matrix
+  typename P::F common[kUnits], common_min[kUnits];  // d and dmin; nvfp4: the scale of the matrix
   if (Format == kNvfp4)
-    for (int u = 0; u < U; u++) matrix[u] = P::set1(float_at(minima + u * layout->block_bytes) * 128.0f);
-  for (int64_t g = 0; g < groups; scales += kScales, minima += 2 * kBlockRows) {
-    typename P::F scale_w[kUnits][kParts], min_w[kUnits];
-    for (int u = 0; u < kUnits; u++) {
-      const int64_t at = u / kHalves * layout->block_bytes + u % kHalves * P::kLanes * C::kScaleBytes;
-      for (int part = 0; part < kParts; part++) {
-        scale_w[u][part] = P::template scale<Format>(scales + at + part * kBlockRows);
-        if (Format == kNvfp4) scale_w[u][part] = P::mul(scale_w[u][part], matrix[u / kHalves]);
+    for (int u = 0; u < kUnits; u++)
+      common[u] = P::set1(float_at(beside + u / kHalves * layout->block_bytes) * 128.0f);
+  for (int64_t g = 0; g < groups; scales += kScales, beside += C::kBesideBytes) {
+    if (C::kSuper && g % kSuperGroups == 0) {
+      for (int u = 0; u < kUnits; u++) {
+        const uint16_t* at = reinterpret_cast<const uint16_t*>(beside + u / kHalves * layout->block_bytes) +
+                             u % kHalves * P::kLanes;
+        common[u] = P::half(at);
+        if (C::kTable) common[u] = P::mul(common[u], factor);
+        if (C::kSuperMinima) common_min[u] = P::mul(P::half(at + kBlockRows), P::set1(-1.0f));
       }
-      if (Format == kInt4a) min_w[u] = P::half(reinterpret_cast<const uint16_t*>(minima + at));
+      beside += C::kSuperBytes;
+      for (int u = 0; u < U; u++) P::prefetch(beside + u * layout->block_bytes + 128);
+    }
+    typename P::F scale_w[kUnits][kParts], min_w[kUnits][kParts];  // zeros of int4z and int8z in min_w
+    for (int u = 0; u < kUnits; u++) {
+      const int64_t block = u / kHalves * layout->block_bytes, lane = u % kHalves * P::kLanes;
+      for (int part = 0; part < kParts; part++) {
+        const uint8_t* at = scales + block + part * C::kPartBytes;
+        scale_w[u][part] = P::template scale<Format>(at + lane * C::kScaleBytes);
+        if (C::kSuper || Format == kNvfp4) scale_w[u][part] = P::mul(scale_w[u][part], common[u]);
+        if (C::kSuperMinima) min_w[u][part] = P::mul(P::bytes(at + kBlockRows + lane), common_min[u]);
+      }
+      if (C::kMinima) min_w[u][0] = P::half(reinterpret_cast<const uint16_t*>(beside + block) + lane);
+      if (C::kZeros) min_w[u][0] = P::bytes(beside + block + lane);
     }
     for (int u = 0; u < U; u++) P::prefetch(scales + u * layout->block_bytes + 256);
     for (const int64_t end = g + inner; g < end; g++, w += kBytes)
@@ -81,21 +115,18 @@ inline void quant_tile(const uint8_t* w, const uint8_t* stop, const Layout* layo
           if (w < stop)
             for (int64_t line = 0; line < kBytes; line += 64) P::prefetch_far(codes_at + kFar + line);
         }
-        const typename P::W codes = P::template decode<Format>(codes_at);
+        const typename P::W codes = P::template decode<Format>(codes_at, lookup);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
           const typename P::F a = P::set1(scale_a[m * groups + g]);
           const int8_t* codes_a = q + m * layout->k_pad + g * kActGroup;
           const int32_t* sums = sum + (m * groups + g) * kParts;
           const typename P::I dot = P::template dot<Format, 0, kSteps>(codes, codes_a, sums[0]);
-          acc[u][m] = P::fma(P::to_float(dot), P::mul(scale_w[u][0], a), acc[u][m]);
+          acc[u][m] = add_group<P, Format>(acc[u][m], dot, scale_w[u][0], min_w[u][0], a, sums[0]);
           if constexpr (kParts == 2) {
             const typename P::I second = P::template dot<Format, kSteps, kSteps>(codes, codes_a, sums[1]);
-            acc[u][m] = P::fma(P::to_float(second), P::mul(scale_w[u][1], a), acc[u][m]);
+            acc[u][m] = add_group<P, Format>(acc[u][m], second, scale_w[u][1], min_w[u][1], a, sums[1]);
           }
-          if (Format == kInt4a)
-            acc[u][m] =
-                P::fma(P::set1(static_cast<float>(sum[m * groups + g])), P::mul(min_w[u], a), acc[u][m]);
         }
       }
   }
@@ -141,26 +172,55 @@ void quant_blocks(const uint8_t* w, int64_t blocks, const Layout* layout, const 
   }
 }
 
+// Calls run(rows, m) with the rows from m on, as many as `bytes` at `scratch` hold the sums of, until all
+// have had their turn: `sum` of these is of halves of 16 k. A zero point or minimum of a half needs them.
+template <class P, class Run>
+inline void with_half_sums(const Layout* layout, const Rows* x, void* scratch, int64_t bytes, Run run) {
+  const int64_t groups = layout->k_pad / kActGroup;
+  const int64_t fit = bytes / (8 * groups);  // make_layout leaves room for one row
+  int32_t* sums = static_cast<int32_t*>(scratch);
+  for (int64_t m = 0; m < x->rows; m += fit) {
+    Rows part = *x;
+    part.q = x->q + m * layout->k_pad;
+    part.scale = x->scale + m * groups;
+    part.sum = sums;
+    part.rows = x->rows - m < fit ? x->rows - m : fit;
+    for (int64_t i = 0; i < part.rows * groups; i++) P::half_sums(part.q + i * kActGroup, sums + 2 * i);
+    run(&part, m);
+  }
+}
+
 template <class P, int Format, int MaxRows>
 void quant_kernel(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y,
                   int64_t ldy, void* scratch) {
   if constexpr (Codes<Format>::kParts == 1) {
     quant_blocks<P, Format, MaxRows>(w, blocks, layout, x, y, ldy);
-  } else {  // the zero point of a half needs the sum of a half
-    const int64_t groups = layout->k_pad / kActGroup;
-    const int64_t fit = kScratchBytes / (8 * groups);  // make_layout leaves room for one row
-    int32_t* sums = static_cast<int32_t*>(scratch);
-    for (int64_t m = 0; m < x->rows; m += fit) {
-      Rows part = *x;
-      part.q = x->q + m * layout->k_pad;
-      part.scale = x->scale + m * groups;
-      part.sum = sums;
-      part.rows = x->rows - m < fit ? x->rows - m : fit;
-      for (int64_t i = 0; i < part.rows * groups; i++) P::half_sums(part.q + i * kActGroup, sums + 2 * i);
-      quant_blocks<P, Format, MaxRows>(w, blocks, layout, &part, y + m * ldy, ldy);
-    }
+  } else {
+    with_half_sums<P>(layout, x, scratch, kScratchBytes, [&](const Rows* part, int64_t m) {
+      quant_blocks<P, Format, MaxRows>(w, blocks, layout, part, y + m * ldy, ldy);
+    });
   }
 }
+
+// A row of a kernel table, and those of the formats that only keep the values of checkpoints, in the order of
+// enum Format: a unit has templates `gemv` and `gemm` of its kernels. The iq types that differ in their table
+// alone share a kernel, which finds the table by the layout.
+#define HETERO_QUANT_ROW(name, isa, Format) \
+  {                                         \
+      {gemv<Format>, name "." isa ".gemv"}, \
+      {gemm<Format>, name "." isa ".gemm"}, \
+      {gemm<Format>, name "." isa ".gemm"}, \
+  }
+#define HETERO_KEPT_FORMATS(isa)                                                         \
+  HETERO_QUANT_ROW("int8a", isa, kInt8a), HETERO_QUANT_ROW("int4z", isa, kInt4z),        \
+      HETERO_QUANT_ROW("int8z", isa, kInt8z), HETERO_QUANT_ROW("iq4_nl", isa, kIq4Nl),   \
+      HETERO_QUANT_ROW("q4_k", isa, kQ4K), HETERO_QUANT_ROW("q5_k", isa, kQ5K),          \
+      HETERO_QUANT_ROW("q2_k", isa, kQ2K), HETERO_QUANT_ROW("q3_k", isa, kQ3K),          \
+      HETERO_QUANT_ROW("q6_k", isa, kQ6K), HETERO_QUANT_ROW("iq4_xs", isa, kIq4Xs),      \
+      HETERO_QUANT_ROW("iq3_xxs", isa, kIq4Xs), HETERO_QUANT_ROW("iq3_s", isa, kIq4Xs),  \
+      HETERO_QUANT_ROW("iq2_xxs", isa, kIq4Xs), HETERO_QUANT_ROW("iq2_xs", isa, kIq2Xs), \
+      HETERO_QUANT_ROW("iq2_s", isa, kIq2Xs), HETERO_QUANT_ROW("iq1_s", isa, kIq4Xs),    \
+      HETERO_QUANT_ROW("iq1_m", isa, kIq2Xs)
 
 // Units are columns of kLanes output rows; unit u of a block pair starts at block u * kLanes / 16.
 template <class P, int Format, int M, int U>

@@ -65,7 +65,7 @@ struct Tiles {
   // The codes of 32 k; less the zero point where the format has one.
   template <int Format>
   static void unpack(const uint8_t* w, uint8_t* to) {
-    const Avx512::W codes = Avx512::decode<Format>(w);
+    const Avx512::W codes = Avx512::decode<Format>(w, Avx512::lookup(table_of(Format)));
     for (int i = 0; i < 8; i++) {
       __m512i value = codes.v[i];
       if (Format == kInt8) value = _mm512_xor_si512(value, _mm512_set1_epi8(static_cast<char>(0x80)));

@@ -123,7 +123,7 @@ struct Twin {
   template <int Format>
   static void unpack(const uint8_t* w, uint8_t* to) {
     constexpr int kZero = Codes<Format>::kZero;
-    const Scalar::W codes = Scalar::decode<Format>(w);
+    const Scalar::W codes = Scalar::decode<Format>(w, Scalar::lookup(table_of(Format)));
     for (int i = 0; i < 512; i++) to[i] = static_cast<uint8_t>(codes.v[i / 64][i % 64] - kZero);
   }
   // Rounded, where the hardware's centres and truncates.
@@ -153,7 +153,7 @@ struct Twin {
         return e4m3_to_float(codes[k / 4 * 64 + row * 4 + k % 4]) *
                (float_at(scales + (k0 + k) / layout_->group * 4) * 256.0f);
       } else {
-        const Scalar::W w = Scalar::decode<Format>(codes);
+        const Scalar::W w = Scalar::decode<Format>(codes, Scalar::lookup(table_of(Format)));
         const float number = static_cast<float>(w.v[k / 4][4 * row + k % 4]) - Codes<Format>::kZero;
         const float scale = Scalar::scale<Format>(scales + at / 16 * 16 * Codes<Format>::kScaleBytes).v[row];
         uint16_t minimum = 0;

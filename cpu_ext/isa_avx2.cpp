@@ -17,6 +17,7 @@ struct Avx2 {
   struct W {
     __m256i v[8];
   };
+  using Lookup = __m256i;
 
   static F zero() { return _mm256_setzero_ps(); }
   static F set1(float x) { return _mm256_set1_ps(x); }
@@ -74,11 +75,17 @@ struct Avx2 {
     const F sums = add(_mm256_shuffle_ps(first, second, 0x88), _mm256_shuffle_ps(first, second, 0xdd));
     return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(sums), 0xd8));
   }
+  static F bytes(const uint8_t* p) {
+    return to_float(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
   template <int Format>
   static F scale(const uint8_t* p) {
-    if (Format == kMxfp4 || Format == kNvfp4) {
+    constexpr Scale kScale = Codes<Format>::kOf.scale;
+    if (kScale != Scale::kHalf) {
       const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-      if (Format == kMxfp4) {
+      if (kScale == Scale::kUnsigned) return to_float(_mm256_cvtepu8_epi32(bytes));
+      if (kScale == Scale::kSigned) return to_float(_mm256_cvtepi8_epi32(bytes));
+      if (kScale == Scale::kE8m0) {
         const I power = _mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23);
         return mul(from_bits(_mm256_max_epi32(power, _mm256_set1_epi32(0x00400000))), set1(0.5f));
       }
@@ -96,25 +103,27 @@ struct Avx2 {
     sums[1] = _mm_cvtsi128_si32(_mm256_extracti128_si256(both, 1)) - 16 * 128;
   }
 
-  template <int Format>
-  static I number(I code) {
-    if (!Codes<Format>::kTable) return code;
-    const I table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kE2m1)));
-    return _mm256_shuffle_epi8(table, code);
+  // Codes of 8 bits become signed, less 128, in the code or its table; the others stay unsigned.
+  static I flipped(I codes) { return _mm256_xor_si256(codes, _mm256_set1_epi8(static_cast<char>(0x80))); }
+  static Lookup lookup(const Table& table) {
+    return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table.codes)));
   }
-  // int8 codes become signed values; the others stay unsigned.
   template <int Format>
-  static W decode(const uint8_t* p) {
+  static I number(I code, Lookup table) {
+    if (!Codes<Format>::kTable) return code;
+    return _mm256_shuffle_epi8(sums_fit<Format>(1) ? table : flipped(table), code);
+  }
+  template <int Format>
+  static W decode(const uint8_t* p, Lookup table) {
     W r;
-    if (Format == kInt8) {
-      const I flip = _mm256_set1_epi8(static_cast<char>(0x80));
-      for (int i = 0; i < 8; i++) r.v[i] = _mm256_xor_si256(raw(p + 64 * i), flip);
+    if (Codes<Format>::kBytes) {
+      for (int i = 0; i < 8; i++) r.v[i] = sums_fit<Format>(1) ? raw(p + 64 * i) : flipped(raw(p + 64 * i));
     } else {
       const I low = _mm256_set1_epi8(15);
       for (int i = 0; i < 4; i++) {
         const I both = raw(p + 64 * i);
-        r.v[2 * i] = number<Format>(_mm256_and_si256(both, low));
-        r.v[2 * i + 1] = number<Format>(_mm256_and_si256(_mm256_srli_epi16(both, 4), low));
+        r.v[2 * i] = number<Format>(_mm256_and_si256(both, low), table);
+        r.v[2 * i + 1] = number<Format>(_mm256_and_si256(_mm256_srli_epi16(both, 4), low), table);
       }
     }
     return r;
@@ -125,19 +134,21 @@ struct Avx2 {
     return _mm256_set1_epi32(bytes);
   }
   // vpmaddubsw saturates at 32767. int4: the sums of a whole group stay below 8 * 2 * 15 * 127 = 30480;
-  // tables reach 24, so the sums of two halves of 4 * 2 * 24 * 127 = 24384 are widened apart. int8:
-  // |w| times the activation with the sign of w stays below 2 * 128 * 127 = 32512, so each step is widened.
+  // E2M1 reaches 24, so the sums of two halves of 4 * 2 * 24 * 127 = 24384 are widened apart, as those of
+  // q5_k and q6_k. Codes of 8 bits: |w| times the activation with the sign of w stays below
+  // 2 * 128 * 127 = 32512, so each step is widened.
   template <int Format, int First, int Count>
   static I dot(const W& w, const int8_t* a, int32_t sum) {
     const I ones = _mm256_set1_epi16(1);
-    if constexpr (Format == kInt8) {
+    if constexpr (!sums_fit<Format>(1)) {
       I total = _mm256_setzero_si256();
-      for (int i = 0; i < 8; i++) {
+      for (int i = First; i < First + Count; i++) {
         const I product =
             _mm256_maddubs_epi16(_mm256_abs_epi8(w.v[i]), _mm256_sign_epi8(four(a + 4 * i), w.v[i]));
         total = _mm256_add_epi32(total, _mm256_madd_epi16(product, ones));
       }
-      return total;
+      constexpr int32_t kRest = 128 - Codes<Format>::kZero;
+      return kRest ? _mm256_add_epi32(total, _mm256_set1_epi32(kRest * sum)) : total;
     } else {
       I even = _mm256_maddubs_epi16(w.v[First], four(a + 4 * First));
       I odd = _mm256_maddubs_epi16(w.v[First + 1], four(a + 4 * First + 4));
@@ -185,6 +196,11 @@ struct Avx2 {
 };
 
 using P = Avx2;
+template <int Format>
+constexpr GemmFn gemv = quant_kernel<P, Format, 4>;
+template <int Format>
+constexpr GemmFn gemm = quant_kernel<P, Format, 4>;
+
 const IsaTable kTable = {
     "avx2",
     {{{float_kernel<P, kF32>, "f32.avx2.gemv"},
@@ -210,7 +226,8 @@ const IsaTable kTable = {
       {quant_kernel<P, kMxfp4, 4>, "mxfp4.avx2.gemm"}},
      {{quant_kernel<P, kNvfp4, 4>, "nvfp4.avx2.gemv"},
       {quant_kernel<P, kNvfp4, 4>, "nvfp4.avx2.gemm"},
-      {quant_kernel<P, kNvfp4, 4>, "nvfp4.avx2.gemm"}}},
+      {quant_kernel<P, kNvfp4, 4>, "nvfp4.avx2.gemm"}},
+     HETERO_KEPT_FORMATS("avx2")},
     act_kernel<P>,
     quantize_kernel<P>,
     axpy_kernel<P>,

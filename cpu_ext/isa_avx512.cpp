@@ -9,20 +9,21 @@ namespace hetero {
 namespace {
 
 struct Plain : Avx512 {
-  // As on AVX2 (see there for the bounds), with the sign of int8 weights as a mask.
+  // As on AVX2 (see there for the bounds), with the sign of weights as a mask.
   template <int Format, int First, int Count>
   static I dot(const W& w, const int8_t* a, int32_t sum) {
     const I ones = _mm512_set1_epi16(1);
-    if constexpr (Format == kInt8) {
+    if constexpr (!sums_fit<Format>(1)) {
       const I flip = _mm512_set1_epi8(static_cast<char>(0x80));
       I total = _mm512_setzero_si512();
-      for (int i = 0; i < 8; i++) {
+      for (int i = First; i < First + Count; i++) {
         const I value = _mm512_xor_si512(w.v[i], flip), x = four(a + 4 * i);
         const I with_sign = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(value), _mm512_setzero_si512(), x);
         const I product = _mm512_maddubs_epi16(_mm512_abs_epi8(value), with_sign);
         total = _mm512_add_epi32(total, _mm512_madd_epi16(product, ones));
       }
-      return total;
+      constexpr int32_t kRest = 128 - Codes<Format>::kZero;
+      return kRest ? _mm512_add_epi32(total, _mm512_set1_epi32(kRest * sum)) : total;
     } else {
       I even = _mm512_maddubs_epi16(w.v[First], four(a + 4 * First));
       I odd = _mm512_maddubs_epi16(w.v[First + 1], four(a + 4 * First + 4));
@@ -55,6 +56,11 @@ struct Plain : Avx512 {
 };
 
 using P = Plain;
+template <int Format>
+constexpr GemmFn gemv = quant_kernel<P, Format, 4>;
+template <int Format>
+constexpr GemmFn gemm = quant_kernel<P, Format, 8>;
+
 const IsaTable kUnit = {
     "avx512",
     {{{float_kernel<P, kF32>, "f32.avx512.gemv"},
@@ -80,7 +86,8 @@ const IsaTable kUnit = {
       {quant_kernel<P, kMxfp4, 8>, "mxfp4.avx512.gemm"}},
      {{quant_kernel<P, kNvfp4, 4>, "nvfp4.avx512.gemv"},
       {quant_kernel<P, kNvfp4, 8>, "nvfp4.avx512.gemm"},
-      {quant_kernel<P, kNvfp4, 8>, "nvfp4.avx512.gemm"}}},
+      {quant_kernel<P, kNvfp4, 8>, "nvfp4.avx512.gemm"}},
+     HETERO_KEPT_FORMATS("avx512")},
     act_kernel<P>,
     quantize_kernel<P>,
     axpy_kernel<P>,

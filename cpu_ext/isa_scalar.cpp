@@ -29,6 +29,11 @@ struct Portable : Scalar {
 };
 
 using P = Portable;
+template <int Format>
+constexpr GemmFn gemv = quant_kernel<P, Format, 4>;
+template <int Format>
+constexpr GemmFn gemm = quant_kernel<P, Format, 4>;
+
 const IsaTable kTable = {
     "scalar",
     {{{float_kernel<P, kF32>, "f32.scalar.gemv"},
@@ -54,7 +59,8 @@ const IsaTable kTable = {
       {quant_kernel<P, kMxfp4, 4>, "mxfp4.scalar.gemm"}},
      {{quant_kernel<P, kNvfp4, 4>, "nvfp4.scalar.gemv"},
       {quant_kernel<P, kNvfp4, 4>, "nvfp4.scalar.gemm"},
-      {quant_kernel<P, kNvfp4, 4>, "nvfp4.scalar.gemm"}}},
+      {quant_kernel<P, kNvfp4, 4>, "nvfp4.scalar.gemm"}},
+     HETERO_KEPT_FORMATS("scalar")},
     act_kernel<P>,
     quantize_kernel<P>,
     axpy_kernel<P>,

@@ -15,16 +15,27 @@ namespace hetero {
 //   int4  16 rows x 4 bytes            a step is 8 k; byte j holds k0+j in the low nibble, k0+4+j in the high
 //   fp8   16 rows x 4 codes            a step is 4 k; E4M3 (no infinities), 0x7f and 0xff never occur
 //   mxfp4, nvfp4   as int4; codes are E2M1: bit 3 is the sign, bits 0-2 are 0 0.5 1 1.5 2 3 4 6
+//   int8a, int8z, q5_k   as int8, code as it is (q5_k: 5 bits); q6_k   as int8, code = value + 32
+//   int4z, q4_k, q2_k    as int4, code as it is (q2_k: 2 bits); q3_k   as int4, code = value + 8
+//   iq types             as int4; a code is a place in the type's table of 16 (codes.h)
 // The codes of the whole block come first (k_pad / k_per_step steps), then at scale_offset the scales:
 //   int8, int4, int4a   fp16 [k_pad/group][16]; then, for int4a, fp16 minima [k_pad/group][16] at min_offset
 //   fp8                 float32 [k_pad/128]: the scales of blocks of 128 x 128 of the matrix, of which every
 //                       block of 16 rows holds those of its rows
 //   mxfp4               E8M0 [k_pad/32][16]: a byte e is 2^(e - 127); 255 never occurs
 //   nvfp4               E4M3 [k_pad/16][16]; then one float32, the scale of the whole matrix, at min_offset
+//   int8a, iq4_nl       as int4a, as int4
+//   int4z, int8z        fp16 [k_pad/group][16]; then zeros uint8 [k_pad/group][16] at min_offset
+//   q4_k q5_k q2_k      uint8 [k_pad/group][2][16], scales and minima; at min_offset fp16 [S][2][16], d and
+//   dmin
+//                       of each 256 k, S = ceil(k_pad/256)
+//   q3_k q6_k, other iq types   int8 [k_pad/group][16]; at min_offset fp16 [S][1][16], d
 // A value is (code - zero) * scale with zero 128 (int8) or 8 (int4), code * scale + minimum (int4a), the
-// code's number times its scale (fp8, mxfp4), or its number times (scale * matrix scale) (nvfp4).
-// Codes beyond k or n decode to zero (int4a: scale and minimum zero beyond n; beyond k the activations are
-// 0).
+// code's number times its scale (fp8, mxfp4), or its number times (scale * matrix scale) (nvfp4). int8a as
+// int4a, iq4_nl as mxfp4; int4z, int8z (code - zero) * scale; q4_k q5_k q2_k (d * scale) * code - dmin *
+// minimum; q3_k, q6_k and the other iq types (d * factor * scale) * number, the factor a power of two of the
+// type. Codes beyond k or n decode to zero (int4a: scale and minimum zero beyond n; beyond k the activations
+// are 0).
 enum Format : int32_t {
   kF32 = 0,
   kBf16 = 1,
@@ -34,7 +45,24 @@ enum Format : int32_t {
   kFp8 = 5,
   kMxfp4 = 6,
   kNvfp4 = 7,
-  kFormats = 8
+  kInt8a = 8,
+  kInt4z = 9,
+  kInt8z = 10,
+  kIq4Nl = 11,
+  kQ4K = 12,
+  kQ5K = 13,
+  kQ2K = 14,
+  kQ3K = 15,
+  kQ6K = 16,
+  kIq4Xs = 17,
+  kIq3Xxs = 18,
+  kIq3S = 19,
+  kIq2Xxs = 20,
+  kIq2Xs = 21,
+  kIq2S = 22,
+  kIq1S = 23,
+  kIq1M = 24,
+  kFormats = 25
 };
 
 // Whether the kernels of a format take activations as int8 codes.
@@ -52,7 +80,7 @@ constexpr int kExactRows = 16;  // up to this many rows of a step, every ISA giv
 // max(group, 32). All offsets in bytes from the start of a block; block_bytes is a multiple of 64.
 struct Layout {
   int32_t format;
-  int32_t group;  // 32, 64 or 128; fp8 128, mxfp4 32, nvfp4 16; 0 for f32 and bf16
+  int32_t group;  // 32, 64 or 128; of most formats a fixed one, see kTraits of codes.h; 0 for f32 and bf16
   int64_t n, k, n_pad, k_pad;
   int64_t block_bytes;
   int64_t scale_offset, min_offset;
@@ -89,6 +117,9 @@ struct Rows {
 //              mxfp4: the int32 dot is of twice the codes' numbers; scale_w = 2^(e - 127) * 0.5
 //              nvfp4: likewise by halves h = 0, 1 of 16 k, each with its own scale:
 //                     scale_w = (E4M3 scale * 2^-8) * (matrix scale * 128), then s and acc as above
+//              int8a as int4a; int4z, int8z: the int32 dot is that of the codes less the group's zero
+//              integer scales: scale_w = scale * (d * factor); minima: min_w = minimum * -dmin, as for int4a
+//              groups of 16: by halves, as nvfp4, a minimum after each half's dot with that half's sum_a
 //   f32, bf16: even k and odd k are accumulated apart by fma in ascending order; y = even + odd
 //   fp8:       acc = 0; for each 128 k ascending: even and odd k apart by fma in ascending order, from 0, of
 //              the codes' numbers * 2^-8 (an E4M3's bits, moved into an fp16); then

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "bits.h"
+#include "codes.h"
 
 // The loops over 16 rows are compiled for several instruction sets and chosen by the loader; contraction is
 // off, so that the results do not depend on the choice.
@@ -81,8 +82,8 @@ inline uint8_t float_to_e2m1(float value) {
   return static_cast<uint8_t>(code != 0 && value < 0 ? code | 8 : code);
 }
 
-constexpr float kE2m1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-inline float e2m1_to_float(int code) { return code & 8 ? -kE2m1[code & 7] : kE2m1[code]; }
+constexpr float kE2m1Numbers[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+inline float e2m1_to_float(int code) { return code & 8 ? -kE2m1Numbers[code & 7] : kE2m1Numbers[code]; }
 
 inline float e8m0_to_float(uint8_t e) {
   return bits_to_float(e == 0 ? 0x00400000u : static_cast<uint32_t>(e) << 23);
@@ -189,7 +190,7 @@ HETERO_CLONES void round_codes(const Group& group, int64_t size, const float* in
 // Codes of `size` k (a multiple of 8) of 16 rows into the steps of the block.
 void store_codes(const Layout& layout, int64_t k0, int64_t size, const uint8_t (*codes)[kRows],
                  uint8_t* out) {
-  if (layout.format == kInt8 || layout.format == kFp8) {
+  if (kTraits[layout.format].bits == 8) {
     uint8_t* p = out + k0 / 4 * 64;
     for (int64_t i = 0; i < size; i += 4)
       for (int r = 0; r < kRows; r++)
@@ -317,42 +318,43 @@ void quantise_floats(const Layout& layout, const Group& group, float shared, uin
   round_e2m1(group, layout.group, inverse, codes);
 }
 
+int64_t group_count(const Layout& layout) { return layout.k_pad / layout.group; }
+int64_t super_count(const Layout& layout) { return (layout.k_pad + kSuperGroup - 1) / kSuperGroup; }
+// Numbers that stand side by side for a group: scale and minimum; d and dmin.
+int64_t numbers(const Traits& t) { return t.beside == Beside::kSuperMinima ? 2 : 1; }
+// Bytes of such a number.
+int64_t number_bytes(const Traits& t) { return t.scale == Scale::kHalf ? 2 : 1; }
+
 int64_t scale_bytes(const Layout& layout) {
-  switch (layout.format) {
-    case kF32:
-    case kBf16:
-      return 0;
-    case kFp8:
-      return layout.k_pad / layout.group * 4;
-    case kMxfp4:
-    case kNvfp4:
-      return layout.k_pad / layout.group * kRows;
-    default:
-      return layout.k_pad / layout.group * kRows * 2;
-  }
+  const Traits& t = kTraits[layout.format];
+  if (t.scale == Scale::kNone) return 0;
+  if (t.scale == Scale::kTiles) return group_count(layout) * 4;
+  return group_count(layout) * numbers(t) * kRows * number_bytes(t);
 }
 
 int64_t extra_bytes(const Layout& layout) {
-  return layout.format == kInt4a ? scale_bytes(layout) : layout.format == kNvfp4 ? 4 : 0;
-}
-
-bool has_group(int32_t format, int32_t group) {
-  switch (format) {
-    case kF32:
-    case kBf16:
-      return group == 0;
-    case kFp8:
-      return group == 128;
-    case kMxfp4:
-      return group == 32;
-    case kNvfp4:
-      return group == 16;
+  const Traits& t = kTraits[layout.format];
+  switch (t.beside) {
+    case Beside::kNothing:
+      return 0;
+    case Beside::kMinima:
+      return group_count(layout) * kRows * 2;
+    case Beside::kZeros:
+      return group_count(layout) * kRows;
+    case Beside::kMatrix:
+      return 4;
     default:
-      return group == 32 || group == 64 || group == 128;
+      return super_count(layout) * numbers(t) * kRows * 2;
   }
 }
 
-bool small_float(const Layout& layout) { return layout.format >= kFp8; }
+bool has_group(int32_t format, int32_t group) {
+  if (kTraits[format].scale == Scale::kNone) return group == 0;
+  if (kTraits[format].group != 0) return group == kTraits[format].group;
+  return group == 32 || group == 64 || group == 128;
+}
+
+bool small_float(const Layout& layout) { return layout.format >= kFp8 && layout.format <= kNvfp4; }
 
 void store_padding(const Layout& layout, uint8_t* out) {
   const int64_t end = layout.min_offset + extra_bytes(layout);
@@ -371,8 +373,7 @@ bool make_layout(int32_t format, int32_t group, int64_t n, int64_t k, Layout* la
   layout->k = k;
   layout->n_pad = (n + kRows - 1) / kRows * kRows;
   layout->k_pad = (k + unit - 1) / unit * unit;
-  const int64_t per_step[kFormats] = {1, 2, 4, 8, 8, 4, 8, 8};
-  layout->scale_offset = layout->k_pad / per_step[format] * 64;
+  layout->scale_offset = layout->k_pad * kTraits[format].bits / 8 * kRows;
   layout->min_offset = layout->scale_offset + scale_bytes(*layout);
   layout->block_bytes = (layout->min_offset + extra_bytes(*layout) + 63) / 64 * 64;
   return true;
@@ -427,6 +428,7 @@ PackStatus pack_block(const Layout& layout, int64_t block, const Source& source,
                       uint8_t* out) {
   const int64_t row = block * kRows;
   if (layout.group == 0) return pack_floats(layout, row, source, out);
+  if (layout.format > kNvfp4) return kPackKeptOnly;
   Group group;
   uint8_t codes[kMaxGroup][kRows];
   uint16_t* scale = reinterpret_cast<uint16_t*>(out + layout.scale_offset);
@@ -454,66 +456,223 @@ PackStatus pack_block(const Layout& layout, int64_t block, const Source& source,
   return kPackOk;
 }
 
+namespace {
+
+// The lowest and the highest of `count` bytes.
+HETERO_CLONES void byte_range(const uint8_t* bytes, int64_t count, uint8_t* low, uint8_t* high) {
+  uint8_t least = 255, most = 0;
+  for (int64_t i = 0; i < count; i++) {
+    least = bytes[i] < least ? bytes[i] : least;
+    most = bytes[i] > most ? bytes[i] : most;
+  }
+  *low = least;
+  *high = most;
+}
+
+// Whether all of `count` codes below 16 are among the bits of `used`.
+HETERO_CLONES bool all_used(const uint8_t* codes, int64_t count, uint32_t used) {
+  uint32_t bad = 0;
+  for (int64_t i = 0; i < count; i++) bad |= ~used >> (codes[i] & 15) & 1u;
+  return bad == 0;
+}
+
+HETERO_CLONES bool halves_finite(const uint16_t* halves, int64_t count) {
+  uint16_t bad = 0;
+  for (int64_t i = 0; i < count; i++) bad |= static_cast<uint16_t>((halves[i] & 0x7c00) == 0x7c00);
+  return bad == 0;
+}
+
+}  // namespace
+
 const char* wrong_codes(const Layout& layout, const Quantised& q) {
+  const Traits& t = kTraits[layout.format];
   const int64_t count = layout.n * layout.k, per_row = (layout.k + layout.group - 1) / layout.group;
+  const int64_t scale_count = layout.n * row_scale_bytes(layout), extra = layout.n * row_extra_bytes(layout);
   const uint8_t* bytes = static_cast<const uint8_t*>(q.scales);
-  const float *floats = static_cast<const float*>(q.scales), *extra = static_cast<const float*>(q.extra);
+  const float *floats = static_cast<const float*>(q.scales), *matrix = static_cast<const float*>(q.extra);
   // The kernels multiply these by 256.
   auto fits = [](float x) { return x >= -0x1p119f && x <= 0x1p119f; };
   auto nan_code = [](uint8_t code) { return (code & 0x7f) == 0x7f; };
-  switch (layout.format) {
-    case kInt8:
-      return nullptr;
-    case kFp8:
-      if (std::any_of(q.codes, q.codes + count, nan_code)) return "a code is NaN (0x7f or 0xff)";
-      return std::all_of(floats, floats + (layout.n + 127) / 128 * per_row, fits)
-                 ? nullptr
-                 : "a scale is not finite or too large";
-    default:
-      break;
+  if (layout.format == kFp8) {
+    if (std::any_of(q.codes, q.codes + count, nan_code)) return "a code is NaN (0x7f or 0xff)";
+    return std::all_of(floats, floats + (layout.n + 127) / 128 * per_row, fits)
+               ? nullptr
+               : "a scale is not finite or too large";
   }
-  if (std::any_of(q.codes, q.codes + count, [](uint8_t code) { return code > 15; }))
-    return "a code is above 15";
-  if (layout.format == kMxfp4 &&
-      std::find(bytes, bytes + layout.n * per_row, 255) != bytes + layout.n * per_row)
+  uint8_t low, high;
+  byte_range(q.codes, count, &low, &high);
+  if (high > t.valid[1] || low < t.valid[0])
+    return t.valid[1] == 15 ? "a code is above 15" : "a code is beyond those of the format";
+  if (t.table && !all_used(q.codes, count, table_of(layout.format).used))
+    return "a code is not one of the format's table";
+  if (t.scale == Scale::kE8m0 && std::find(bytes, bytes + scale_count, 255) != bytes + scale_count)
     return "a scale is NaN (E8M0 255)";
-  if (layout.format == kNvfp4) {
-    if (std::any_of(bytes, bytes + layout.n * per_row, nan_code)) return "a scale is NaN (0x7f or 0xff)";
-    if (!fits(*extra)) return "the scale of the matrix is not finite or too large";
+  if (t.scale == Scale::kE4m3) {
+    if (std::any_of(bytes, bytes + scale_count, nan_code)) return "a scale is NaN (0x7f or 0xff)";
+    if (!fits(*matrix)) return "the scale of the matrix is not finite or too large";
+  }
+  if (t.scale == Scale::kUnsigned || t.scale == Scale::kSigned) {
+    auto too_large = [&](uint8_t x) {
+      return t.scale == Scale::kSigned ? static_cast<int8_t>(x) > kMostInteger : x > kMostInteger;
+    };
+    if (std::any_of(bytes, bytes + scale_count, too_large)) return "an integer scale is above 63";
+  }
+  if (t.scale == Scale::kHalf && !halves_finite(static_cast<const uint16_t*>(q.scales), scale_count / 2))
+    return "a scale or minimum is not finite";
+  if ((t.beside == Beside::kMinima || has_super(t)) &&
+      !halves_finite(static_cast<const uint16_t*>(q.extra), extra / 2))
+    return "a scale or minimum is not finite";
+  if (layout.format == kInt4z) {
+    byte_range(static_cast<const uint8_t*>(q.extra), extra, &low, &high);
+    if (high > 15) return "a zero is above 15";
   }
   return nullptr;
 }
 
-void pack_codes_block(const Layout& layout, int64_t block, const Quantised& q, uint8_t* out) {
-  const int64_t row = block * kRows, groups = layout.k_pad / layout.group;
-  const int64_t per_row = (layout.k + layout.group - 1) / layout.group;
-  const uint8_t zero = layout.format == kInt8 ? 128 : layout.format == kInt4 ? 8 : 0;
-  const int64_t size = layout.format == kMxfp4 || layout.format == kNvfp4 ? 1 : 2;  // bytes of a row's scale
-  uint8_t part[kMaxGroup][kRows];
-  const uint8_t *scales = static_cast<const uint8_t*>(q.scales),
-                *extra = static_cast<const uint8_t*>(q.extra);
-  uint8_t *scale = out + layout.scale_offset, *minimum = out + layout.min_offset;
-  store_padding(layout, out);
-  memset(scale, layout.format == kMxfp4 ? 127 : 0,
-         static_cast<size_t>(layout.min_offset - layout.scale_offset));
-  memset(minimum, 0, static_cast<size_t>(extra_bytes(layout)));
-  if (layout.format == kNvfp4) memcpy(minimum, extra, 4);
-  for (int64_t g = 0; g < groups; g++) {
-    const int64_t k0 = g * layout.group;
-    if (layout.format == kFp8) memcpy(scale + 4 * g, scales + 4 * (row / 128 * per_row + g), 4);
-    for (int64_t r = 0; r < kRows; r++) {
-      const bool inside = row + r < layout.n && g < per_row;
-      if (inside && layout.format != kFp8) {
-        const int64_t to = (g * kRows + r) * size, from = ((row + r) * per_row + g) * size;
-        memcpy(scale + to, scales + from, static_cast<size_t>(size));
-        if (layout.format == kInt4a) memcpy(minimum + to, extra + from, static_cast<size_t>(size));
-      }
-      for (int64_t i = 0; i < layout.group; i++)
-        part[i][r] = inside && k0 + i < layout.k ? q.codes[(row + r) * layout.k + k0 + i] : zero;
-    }
-    store_codes(layout, k0, layout.group, part, out);
+int64_t row_scale_bytes(const Layout& layout) {
+  const Traits& t = kTraits[layout.format];
+  if (t.scale == Scale::kNone || t.scale == Scale::kTiles) return 0;
+  return (layout.k + layout.group - 1) / layout.group * numbers(t) * number_bytes(t);
+}
+
+int64_t row_extra_bytes(const Layout& layout) {
+  const Traits& t = kTraits[layout.format];
+  const int64_t groups = layout.group == 0 ? 0 : (layout.k + layout.group - 1) / layout.group;
+  if (t.beside == Beside::kMinima) return 2 * groups;
+  if (t.beside == Beside::kZeros) return groups;
+  return has_super(t) ? (layout.k + kSuperGroup - 1) / kSuperGroup * numbers(t) * 2 : 0;
+}
+
+namespace {
+
+// Numbers of 16 rows, `count` of `bytes` bytes each, to [count][16]; zeros for rows that do not exist and
+// from `count` up to `padded`.
+template <int Bytes>
+void interleave(const uint8_t* const* rows, int64_t count, int64_t padded, uint8_t fill, uint8_t* out) {
+  for (int64_t r = 0; r < kRows; r++) {
+    const uint8_t* from = rows[r];
+    uint8_t* to = out + r * Bytes;
+    int64_t i = 0;
+    if (from != nullptr)
+      for (; i < count; i++, to += kRows * Bytes) memcpy(to, from + i * Bytes, Bytes);
+    for (; i < padded; i++, to += kRows * Bytes) memset(to, fill, Bytes);
   }
 }
+
+// Codes of `size` k (a multiple of 8) of a row as it is stored: 8 k are 8 or 4 bytes in steps of 64.
+template <bool Bytes>
+void store_row(const uint8_t* codes, int64_t size, uint8_t less, uint8_t* out) {
+  const uint64_t all = less * 0x0101010101010101ull;
+  for (int64_t i = 0; i < size; i += 8) {
+    uint64_t eight;
+    memcpy(&eight, codes + i, 8);
+    eight -= all;  // no code is below what is taken off
+    const uint32_t first = static_cast<uint32_t>(eight), second = static_cast<uint32_t>(eight >> 32);
+    if (Bytes) {
+      memcpy(out, &first, 4);
+      memcpy(out + 64, &second, 4);
+      out += 128;
+    } else {
+      const uint32_t both = first | second << 4;
+      memcpy(out, &both, 4);
+      out += 64;
+    }
+  }
+}
+
+}  // namespace
+
+void pack_code_rows(const Layout& layout, const CodeRows& rows, uint8_t* out) {
+  const Traits& t = kTraits[layout.format];
+  const int64_t groups = group_count(layout), real = (layout.k + layout.group - 1) / layout.group;
+  const int64_t whole = layout.k / 8 * 8, rest = layout.k_pad - whole;
+  // Table codes of padding may stand for any number: its scales are zeros, and so are the activations.
+  const uint8_t padding = t.table ? 0 : static_cast<uint8_t>(t.zero + t.offset);
+  store_padding(layout, out);
+  for (int64_t r = 0; r < kRows; r++) {
+    uint8_t* to = out + 4 * r;
+    uint8_t end[kMaxGroup + 8];
+    memset(end, padding, sizeof end);
+    auto store = [&](const uint8_t* codes, int64_t size) {
+      if (t.bits == 8)
+        store_row<true>(codes, size, t.offset, to);
+      else
+        store_row<false>(codes, size, t.offset, to);
+      to += size * t.bits * 2;
+    };
+    if (rows.codes[r] != nullptr) {
+      store(rows.codes[r], whole);
+      memcpy(end, rows.codes[r] + whole, static_cast<size_t>(layout.k - whole));
+      store(end, rest);
+    } else {
+      for (int64_t k = 0; k < layout.k_pad; k += 32) store(end, 32);
+    }
+  }
+  uint8_t *scale = out + layout.scale_offset, *beside = out + layout.min_offset;
+  if (t.scale == Scale::kTiles) return static_cast<void>(memcpy(scale, rows.scales[0], real * 4));
+  if (t.scale == Scale::kHalf)
+    interleave<2>(rows.scales, real, groups, 0, scale);
+  else if (numbers(t) == 1)
+    interleave<1>(rows.scales, real, groups, t.scale == Scale::kE8m0 ? 127 : 0, scale);
+  else
+    interleave<1>(rows.scales, 2 * real, 2 * groups, 0, scale);
+  if (t.beside == Beside::kMatrix) memcpy(beside, rows.extra[0], 4);
+  if (t.beside == Beside::kMinima) interleave<2>(rows.extra, real, groups, 0, beside);
+  if (t.beside == Beside::kZeros) interleave<1>(rows.extra, real, groups, 0, beside);
+  if (has_super(t)) {
+    const int64_t supers = (layout.k + kSuperGroup - 1) / kSuperGroup;
+    interleave<2>(rows.extra, supers * numbers(t), super_count(layout) * numbers(t), 0, beside);
+  }
+}
+
+void pack_codes_block(const Layout& layout, int64_t block, const Quantised& q, uint8_t* out) {
+  const uint8_t *scales = static_cast<const uint8_t*>(q.scales),
+                *extra = static_cast<const uint8_t*>(q.extra);
+  const int64_t per_scale = row_scale_bytes(layout), per_extra = row_extra_bytes(layout);
+  if (layout.format == kFp8) scales += block * kRows / 128 * group_count(layout) * 4;
+  CodeRows rows;
+  for (int64_t r = 0; r < kRows; r++) {
+    const int64_t row = block * kRows + r;
+    const bool inside = row < layout.n;
+    rows.codes[r] = inside ? q.codes + row * layout.k : nullptr;
+    rows.scales[r] = inside ? scales + row * per_scale : nullptr;
+    rows.extra[r] = inside && extra != nullptr ? extra + row * per_extra : nullptr;
+  }
+  pack_code_rows(layout, rows, out);
+}
+
+namespace {
+
+// Decodes a value of the formats that only keep the values of checkpoints.
+float kept_value(const Layout& layout, const uint8_t* w, int64_t r, int64_t k) {
+  const Traits& t = kTraits[layout.format];
+  const int code =
+      t.bits == 8 ? w[k / 4 * 64 + r * 4 + k % 4] : w[k / 8 * 64 + r * 4 + k % 4] >> (k % 8 < 4 ? 0 : 4) & 15;
+  const Table& table = table_of(layout.format);
+  int number = (t.table ? table.codes[code] : code) - t.zero;
+  const int64_t g = k / layout.group;
+  const uint8_t *scale = w + layout.scale_offset, *beside = w + layout.min_offset;
+  auto half_at = [](const uint8_t* at) {
+    uint16_t half;
+    memcpy(&half, at, 2);
+    return half_to_float(half);
+  };
+  if (!has_super(t)) {
+    const float s = half_at(scale + 2 * (g * kRows + r));
+    if (t.beside == Beside::kZeros) number -= beside[g * kRows + r];
+    const float value = static_cast<float>(number) * s;
+    return t.beside == Beside::kMinima ? value + half_at(beside + 2 * (g * kRows + r)) : value;
+  }
+  const uint8_t *integers = scale + g * numbers(t) * kRows + r,
+                *super = beside + 2 * (k / kSuperGroup * numbers(t) * kRows + r);
+  const int of_group = t.scale == Scale::kSigned ? static_cast<int8_t>(*integers) : *integers;
+  const float d = half_at(super) * (t.table ? table.factor : 1.0f);
+  const float value = static_cast<float>(number) * (d * static_cast<float>(of_group));
+  if (t.beside == Beside::kSuper) return value;
+  return value - half_at(super + 2 * kRows) * static_cast<float>(integers[kRows]);
+}
+
+}  // namespace
 
 void unpack_block(const Layout& layout, int64_t block, const uint8_t* w, float* out, int64_t ld) {
   const int64_t rows = layout.n - block * kRows < kRows ? layout.n - block * kRows : kRows;
@@ -525,6 +684,8 @@ void unpack_block(const Layout& layout, int64_t block, const uint8_t* w, float* 
       float* to = out + r * ld + k;
       if (layout.format == kF32) {
         memcpy(to, w + k * 64 + r * 4, 4);
+      } else if (layout.format > kNvfp4) {
+        *to = kept_value(layout, w, r, k);
       } else if (layout.format == kBf16) {
         uint16_t value;
         memcpy(&value, w + k / 2 * 64 + r * 4 + k % 2 * 2, 2);

@@ -18,6 +18,7 @@ enum PackStatus : int32_t {
   kPackOk = 0,
   kPackNotFinite = 1,  // a NaN or an infinity among the weights
   kPackOverflow = 2,   // a value, scale or minimum beyond the range of its 16-bit float
+  kPackKeptOnly = 3,   // the format only keeps values that are quantised so already
 };
 
 // False where the combination does not exist: a group that the format has not (see Layout), n or k below 1,
@@ -42,20 +43,38 @@ void settle_shared(const Layout& layout, float* shared);
 PackStatus pack_block(const Layout& layout, int64_t block, const Source& source, const float* shared,
                       uint8_t* out);
 
-// Values that are quantised already: codes [n][k] (int4, int4a, mxfp4, nvfp4: 0 to 15; int8: value + 128;
-// fp8: the E4M3 byte) with
-//   int8, int4, int4a   scales fp16 [n][ceil(k / group)]; int4a: extra fp16, minima of the same shape
-//   fp8                 scales float32 [ceil(n / 128)][ceil(k / 128)]
-//   mxfp4               scales E8M0 [n][ceil(k / 32)]
-//   nvfp4               scales E4M3 [n][ceil(k / 16)]; extra one float32, the scale of the matrix
+// Values that are quantised already: codes [n][k], one a byte, with G = ceil(k / group), S = ceil(k / 256)
+// and
+//   int8, int4, int4a   code = value + 128, value + 8, 0 to 15; scales fp16 [n][G]; int4a: extra fp16, minima
+//   alike fp8                 the E4M3 byte; scales float32 [ceil(n / 128)][G] mxfp4               scales
+//   E8M0 [n][G] nvfp4               scales E4M3 [n][G]; extra one float32, the scale of the matrix int8a,
+//   iq4_nl       as int4a, as int4 int4z, int8z        scales fp16 [n][G]; extra uint8 [n][G], zeros q4_k,
+//   q5_k, q2_k    scales uint8 [n][G][2] (scale, minimum); extra fp16 [n][S][2] (d, dmin) q3_k, q6_k code =
+//   value + 8, value + 128; scales int8 [n][G]; extra fp16 [n][S] other iq types      scales int8 [n][G];
+//   extra fp16 [n][S]
 struct Quantised {
   const uint8_t* codes;
   const void *scales, *extra;
 };
 // What of it the format cannot hold, nullptr where nothing.
 const char* wrong_codes(const Layout& layout, const Quantised& q);
-// Packs block `block` without changing any value.
+
+// The same of the 16 rows of a block, each where it lies; nullptr for a row beyond n. Codes are of k, scales
+// and extras of G and S of a row. fp8: all scales are those of its row of tiles; nvfp4: all extras the one
+// number. What is not aligned to its type is read all the same.
+struct CodeRows {
+  const uint8_t* codes[kBlockRows];
+  const uint8_t* scales[kBlockRows];
+  const uint8_t* extra[kBlockRows];
+};
+// Packs a block without changing any value. The codes must be such as wrong_codes finds nothing in.
+void pack_code_rows(const Layout& layout, const CodeRows& rows, uint8_t* out);
+// Packs block `block` of a matrix.
 void pack_codes_block(const Layout& layout, int64_t block, const Quantised& q, uint8_t* out);
+
+// Bytes of a row's scales and extra in Quantised, 0 where the format has them by the matrix.
+int64_t row_scale_bytes(const Layout& layout);
+int64_t row_extra_bytes(const Layout& layout);
 
 // Decodes block `block` at w to float32: rows 16 * block .. of out, whose rows are `ld` floats apart; only
 // rows below n and columns below k are written.

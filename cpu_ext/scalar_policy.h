@@ -40,6 +40,7 @@ struct Scalar {
   struct W {
     uint8_t v[8][64];
   };
+  using Lookup = const uint8_t*;
 
   template <class Op>
   static F each(Op op) {
@@ -144,17 +145,18 @@ struct Scalar {
       return bits_to_float(pair & 0xffff0000u);
     });
   }
+  static Lookup lookup(const Table& table) { return table.codes; }
   template <int Format>
-  static W decode(const uint8_t* p) {
+  static W decode(const uint8_t* p, Lookup table) {
     W r;
-    if (Format == kInt8) {
+    if (Codes<Format>::kBytes) {
       memcpy(r.v, p, 512);
     } else {
       for (int step = 0; step < 4; step++)
         for (int i = 0; i < 64; i++) {
           const uint8_t low = p[64 * step + i] & 15, high = p[64 * step + i] >> 4;
-          r.v[2 * step][i] = Codes<Format>::kTable ? kE2m1[low] : low;
-          r.v[2 * step + 1][i] = Codes<Format>::kTable ? kE2m1[high] : high;
+          r.v[2 * step][i] = Codes<Format>::kTable ? table[low] : low;
+          r.v[2 * step + 1][i] = Codes<Format>::kTable ? table[high] : high;
         }
     }
     return r;
@@ -162,11 +164,22 @@ struct Scalar {
   template <int Format>
   static F scale(const uint8_t* p) {
     return each([&](int i) {
-      if (Format == kMxfp4)
-        return bits_to_float(p[i] == 0 ? 0x00400000u : static_cast<uint32_t>(p[i]) << 23) * 0.5f;
-      if (Format == kNvfp4) return e4m3_to_float(p[i]);
-      return half_to_float(static_cast<uint16_t>(p[2 * i] | p[2 * i + 1] << 8));
+      switch (Codes<Format>::kOf.scale) {
+        case Scale::kE8m0:
+          return bits_to_float(p[i] == 0 ? 0x00400000u : static_cast<uint32_t>(p[i]) << 23) * 0.5f;
+        case Scale::kE4m3:
+          return e4m3_to_float(p[i]);
+        case Scale::kUnsigned:
+          return static_cast<float>(p[i]);
+        case Scale::kSigned:
+          return static_cast<float>(static_cast<int8_t>(p[i]));
+        default:
+          return half_to_float(static_cast<uint16_t>(p[2 * i] | p[2 * i + 1] << 8));
+      }
     });
+  }
+  static F bytes(const uint8_t* p) {
+    return each([&](int i) { return static_cast<float>(p[i]); });
   }
   static void e4m3(const uint8_t* p, F* w) {
     for (int row = 0; row < 16; row++)

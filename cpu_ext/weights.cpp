@@ -144,6 +144,8 @@ void Weights::put(Pool& pool, int64_t expert, Part part, const void* data, DType
     });
   }
   if (status == kPackNotFinite) throw std::invalid_argument("a weight is NaN or infinite");
+  if (status == kPackKeptOnly)
+    throw std::invalid_argument("the format only keeps the values of checkpoints that have it");
   if (status == kPackOverflow) throw std::invalid_argument("a weight is too large for the format");
 }
 

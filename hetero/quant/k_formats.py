@@ -51,6 +51,11 @@ def signed_scales(fmt: Format) -> bool:
     return fmt.name in {"q3_k", "q6_k", "iq4_xs"}
 
 
+def code_range(fmt: Format) -> tuple[int, int]:
+    """Lowest and highest code of a format without a table."""
+    return _RANGES[fmt.name][:2]
+
+
 def zero_code(fmt: Format) -> int:
     """What padding holds, as it is stored."""
     return _RANGES[fmt.name][2] - _STORED_LESS.get(fmt.name, 0) if fmt.name in _RANGES else 0

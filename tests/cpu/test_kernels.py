@@ -36,7 +36,7 @@ def activations(rows: int, k: int, generator: torch.Generator) -> np.ndarray:
 def name_of(table: str, fmt: Format) -> str:
     """The bulk kernel of a table."""
     x, y = np.zeros((1, 1), np.float32), np.zeros((1, 16), np.float32)
-    packed = quantise(fmt, torch.zeros(1, 1)).numpy()
+    packed = Matrix.gaussian(fmt, 1, 1, torch.Generator()).packed
     return str(kernels.run_kernel(table, BULK, fmt.code, fmt.group, 1, 1, packed, x, y)[0])
 
 

@@ -10,21 +10,14 @@ from torch import Tensor
 from hetero._cpu import kernels
 from hetero.core import InputError
 from hetero.formats import FIXED_GROUPS, Format, packed_bytes, parse_format
+from hetero.quant.iq_tables import FACTORS, TABLES
 from hetero.quant.pack import dequantise, pack_codes, quantise, quantise_codes
-from tests.cpu.kernel_runner import FORMATS, random_scales
-
-
-def random_codes(fmt: Format, n: int, k: int, generator: torch.Generator) -> Tensor:
-    """Any codes that are numbers."""
-    codes = torch.randint(0, 256 if fmt.name in {"int8", "fp8"} else 16, (n, k), generator=generator)
-    if fmt.name == "fp8":
-        codes = torch.where((codes & 0x7F) == 0x7F, 0, codes)
-    return codes.to(torch.uint8)
+from tests.cpu.kernel_runner import FORMATS, KEPT, random_codes, random_scales, valid_codes
 
 
 def pack_bytes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None) -> np.ndarray:
     """The extension's import of codes."""
-    raw = scales.view(torch.uint8).numpy()
+    raw = scales.reshape(scales.shape[0], -1).view(torch.uint8).numpy()
     more = None if extra is None else extra.reshape(extra.shape[0], -1).view(torch.uint8).numpy()
     return kernels.pack_codes(fmt.code, fmt.group, codes.numpy(), raw, more)
 
@@ -103,17 +96,17 @@ def test_values_on_the_grid_stay(generator: torch.Generator) -> None:
     assert torch.equal(dequantise(fmt, torch.from_numpy(pack(fmt, w)), 32, 64), w)
 
 
-@pytest.mark.parametrize("fmt", QUANTISED, ids=str)
-def test_import_of_codes(fmt: Format, generator: torch.Generator) -> None:
-    n, k = 21, 200
+@pytest.mark.parametrize("fmt", QUANTISED + KEPT, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(21, 200), (1, 1), (16, 512), (130, 300)])
+def test_import_of_codes(fmt: Format, n: int, k: int, generator: torch.Generator) -> None:
     codes = random_codes(fmt, n, k, generator)
     scales, minima = random_scales(fmt, n, k, generator)
     packed = pack_codes(fmt, codes, scales, minima)
     assert np.array_equal(pack_bytes(fmt, codes, scales, minima), packed.numpy())
     unpacked = kernels.unpack_matrix(fmt.code, fmt.group, n, k, packed.numpy())
     assert np.array_equal(unpacked, dequantise(fmt, packed, n, k).numpy())
-    if fmt.name in FIXED_GROUPS:
-        return  # test_values_of_small_floats
+    if fmt.name in FIXED_GROUPS or fmt.kept_only:
+        return  # test_values_of_small_floats, test_values_of_what_is_kept
 
     def spread(a: Tensor) -> Tensor:
         return a.float().repeat_interleave(fmt.group, 1)[:, :k]
@@ -129,7 +122,7 @@ def test_import_of_codes(fmt: Format, generator: torch.Generator) -> None:
 def test_values_of_small_floats(n: int, k: int, generator: torch.Generator) -> None:
     """Each value from its own scale, computed apart from the packing, in float64."""
     e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    for name in FIXED_GROUPS:
+    for name in ("fp8", "mxfp4", "nvfp4"):
         fmt = parse_format(name)
         codes = random_codes(fmt, n, k, generator)
         scales, extra = random_scales(fmt, n, k, generator)
@@ -147,6 +140,69 @@ def test_values_of_small_floats(n: int, k: int, generator: torch.Generator) -> N
                 scale = scales.view(torch.float8_e4m3fn).double().numpy()[rows, cols] * extra.double().numpy()
             wanted = e2m1[codes.numpy()] * scale
         assert np.allclose(got, wanted, rtol=2e-7, atol=0), name
+
+
+@pytest.mark.parametrize("fmt", KEPT, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(20, 192), (33, 600)])
+def test_values_of_what_is_kept(fmt: Format, n: int, k: int, generator: torch.Generator) -> None:
+    """Each value by the definition, in float64: exact, but the sum with a minimum is rounded once."""
+    codes = random_codes(fmt, n, k, generator)
+    scales, extra = random_scales(fmt, n, k, generator)
+    got = dequantise(fmt, pack_codes(fmt, codes, scales, extra), n, k)
+    group, of_super = torch.arange(k) // fmt.group, torch.arange(k) // 256
+    if fmt.name in TABLES:
+        numbers = torch.tensor(TABLES[fmt.name]).double()[codes.long()] * FACTORS[fmt.name]
+    else:
+        numbers = codes.double() - {"q3_k": 8, "q6_k": 128}.get(fmt.name, 0)
+    if fmt.super_scales == 2:
+        assert extra is not None
+        scale, minimum = (extra[..., i].double()[:, of_super] * scales[..., i][:, group] for i in (0, 1))
+        wanted = numbers * scale - minimum
+    elif fmt.super_scales:
+        assert extra is not None
+        wanted = numbers * extra[..., 0].double()[:, of_super] * scales.view(torch.int8)[:, group]
+    else:
+        beside = torch.zeros(n, k).double() if extra is None else extra.double()[:, group]
+        scale = scales.double()[:, group]
+        wanted = (numbers - beside) * scale if fmt.name.endswith("z") else numbers * scale + beside
+    assert torch.equal(got, wanted.float())
+
+
+def test_what_is_only_kept_is_made_of_no_weights(generator: torch.Generator) -> None:
+    for fmt in KEPT:
+        with pytest.raises(InputError, match="only keeps the values"):
+            quantise(fmt, torch.ones(4, 64))
+        with pytest.raises(ValueError, match="only keeps"):
+            pack(fmt, torch.ones(4, 64))
+
+
+def test_what_is_kept_has_its_own_codes_and_scales(generator: torch.Generator) -> None:
+    """One code beyond the format, one scale that is too large or not finite: refused by both packers."""
+    for fmt in KEPT:
+        codes = random_codes(fmt, 20, 300, generator)
+        scales, extra = random_scales(fmt, 20, 300, generator)
+        bad = [code for code in range(256) if code not in valid_codes(fmt)]
+        wrong: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        for code in bad[:1] + bad[-1:]:
+            wrong.append((codes.clone(), scales, extra))
+            wrong[-1][0][19, 299] = code
+        broken = scales.clone()
+        broken[19, -1] = 64 if fmt.super_scales else float("inf")
+        wrong.append((codes, broken, extra))
+        if extra is not None and extra.dtype == torch.float16:
+            nan = extra.clone()
+            nan[19, -1] = float("nan")
+            wrong.append((codes, scales, nan))
+        for arguments in wrong:
+            with pytest.raises(InputError, match=r"above|table|finite|is NaN"):
+                pack_codes(fmt, *arguments)
+            with pytest.raises(ValueError, match=r"above|beyond|table|finite"):
+                pack_bytes(fmt, *arguments)
+        with pytest.raises(InputError, match="shape"):
+            pack_codes(fmt, codes, scales[:, 1:], extra)
+        if extra is not None:
+            with pytest.raises(InputError, match=r"needs (minima|zeros|fp16 scales per 256) beside"):
+                pack_codes(fmt, codes, scales)
 
 
 def test_small_floats_on_the_grid_stay(generator: torch.Generator) -> None:
