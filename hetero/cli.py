@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
 import re
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from hetero import cli_launch, cli_profile, cli_rules, terminal
-from hetero.config import MAX_THREADS, debug, wait_passively
+from hetero import cli_launch, cli_profile, cli_rules, cli_stats, terminal
+from hetero.config import MAX_THREADS, debug, settings, wait_passively
 from hetero.core import HeteroError, InputError
 from hetero.trace import check_writable, to_file
 
@@ -75,6 +77,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_rules.app, name="rules")
 app.command("profile")(cli_profile.profile)
+app.command("stats")(cli_stats.show)
 app.command("launch", context_settings=cli_launch.CONTEXT)(cli_launch.launch)
 
 ModelArg = Annotated[
@@ -111,6 +114,9 @@ TraceOption = Annotated[
     str | None,
     typer.Option("--trace", metavar="FILE", help="Write when what ran, for chrome://tracing and Perfetto."),
 ]
+StatsOption = Annotated[
+    bool, typer.Option("--no-stats", help="Do not add to the statistics of experts (hetero stats).")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")]
 
 
@@ -142,6 +148,7 @@ def run(
     stop: StopOption = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
     trace: TraceOption = None,
+    no_stats: StatsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Answer one prompt. A text goes through the model's chat template if it has one, unless --raw."""
@@ -173,7 +180,7 @@ def run(
     ids = given_ids if given_ids is not None else _prompt_ids(loaded, prompt or "", system, raw)
     request = dataclasses.replace(request, prompt=tuple(ids), ignore_eos=ignore_eos)
     engine = Engine(loaded.runnable)
-    with to_file(trace, terminal.note):
+    with _counted(loaded, no_stats), to_file(trace, terminal.note):
         if as_json:
             typer.echo(terminal.result_json(loaded, engine.complete(request)))
             return
@@ -202,6 +209,7 @@ def chat(
     seed: SeedOption = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
     stop: StopOption = None,
+    no_stats: StatsOption = False,
 ) -> None:
     """Talk to a model; /reset forgets, /exit leaves, Ctrl-C stops an answer."""
 
@@ -230,7 +238,8 @@ def chat(
     def make(messages: list[terminal.Message]) -> Request:
         return dataclasses.replace(asked, prompt=tuple(tokenizer.chat(messages)))
 
-    terminal.chat_loop(Engine(loaded.runnable), make, system)
+    with _counted(loaded, no_stats):
+        terminal.chat_loop(Engine(loaded.runnable), make, system)
 
 
 @app.command()
@@ -281,6 +290,7 @@ def serve(
     isa: IsaOption = "auto",
     threads: ThreadsOption = None,
     trace: TraceOption = None,
+    no_stats: StatsOption = False,
 ) -> None:
     """Serve a model to OpenAI and Anthropic clients, with a page at /."""
     from hetero.server.options import Options, is_loopback, open_socket
@@ -302,6 +312,7 @@ def serve(
         log_file=log_file,
         tool_format=tool_format,
         reasoning_format=reasoning_format,
+        stats=not no_stats and settings().stats,
     )
     folder, name = _folder(model, revision)
     with open_socket(host, port, allow_remote or bool(keys)) as listener:
@@ -317,6 +328,21 @@ def serve(
 
         with to_file(trace, terminal.note):
             serve_model(listener, name, load, options)
+
+
+@contextlib.contextmanager
+def _counted(loaded: Loaded, no_stats: bool) -> Iterator[None]:
+    """Add the use of experts within it to the statistics."""
+    if no_stats or not settings().stats:
+        yield
+        return
+    from hetero.engine.load import stats_recorder
+
+    recorder = stats_recorder(loaded, terminal.note)
+    try:
+        yield
+    finally:
+        recorder.save()
 
 
 def _load(

@@ -37,6 +37,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("HETERO_TUNE", "auto", "where the choice of kernels by rows comes from"),
     Variable("HETERO_PREFILL_CHUNK", "512", "prompt tokens of one forward pass"),
     Variable("HETERO_API_KEY", "none", "key that clients of the server must give"),
+    Variable("HETERO_STATS", "on", "whether counts of the experts that are used are kept"),
     Variable("HETERO_DEBUG", "0", "show the traceback of an unexpected error"),
 )
 
@@ -50,6 +51,7 @@ class Settings:
     cache: Path = Path("~/.cache/hetero")
     tune: str = "auto"  # auto, off, force or a file
     prefill_chunk: int = 512
+    stats: bool = True
     debug: bool = False
 
 
@@ -65,6 +67,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         cache=_cache(env),
         tune=env.get("HETERO_TUNE") or "auto",
         prefill_chunk=_positive(env, "HETERO_PREFILL_CHUNK") or 512,
+        stats=_switch(env, "HETERO_STATS"),
         debug=debug(env),
     )
 
@@ -82,6 +85,13 @@ def wait_passively() -> None:
     between, and on a machine with other work a step took 10 to 40 times as long.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def _switch(env: Mapping[str, str], name: str) -> bool:
+    text = env.get(name) or "on"
+    if text not in ("on", "off"):
+        raise InputError(f"{name}={text}: must be on or off")
+    return text == "on"
 
 
 def _positive(env: Mapping[str, str], name: str, most: int | None = None) -> int | None:

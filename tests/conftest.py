@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Times differ from machine to machine and from run to run; tests that want them ask for them.
 os.environ.setdefault("HETERO_TUNE", "off")
+# Tests are no use that anybody wants counted.
+os.environ.setdefault("HETERO_STATS", "off")
 
 # Explaining a failure traces every line of a test. On Python 3.11 a traced test once went on for ever, in a
 # process whose threads send each other exceptions, as the bound on a chat template's time does.

@@ -24,16 +24,18 @@ from hetero.model.build import build_meta, describe
 from hetero.model.config import load_config
 from hetero.model.loader import load, plan_load
 from hetero.model.moe_types import WHOLE_PROMPT
+from hetero.model.shapes import resolve_model
 from hetero.model.source import Source
 from hetero.model.sources import open_source
 from hetero.model.tokenizer import Tokenizer, load_tokenizer
 from hetero.ops.hops import connect
-from hetero.ops.watch import watch_steps
+from hetero.ops.watch import expert_uses, watch_steps
 from hetero.registry import op_names
 from hetero.rules import Assignment, Placement, load_rules, match
 from hetero.rules.defaults import default_rules_for
 from hetero.rules.explain import explain, totals
 from hetero.rules.options import schemas_for
+from hetero.stats import Recorder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -135,6 +137,13 @@ def load_model(
         expert_bytes=injected.expert_bytes,
         notes=(*placement.notes, *report.lines()),
     )
+
+
+def stats_recorder(loaded: Loaded, say: Callable[[str], None]) -> Recorder:
+    """What adds the use of the model's experts to the statistics of all its runs."""
+    # The configuration as it is named and planned with, which is that of the folder's file.
+    ref = replace(resolve_model(str(loaded.folder)), name=loaded.name)
+    return Recorder(ref, lambda: expert_uses(loaded.runnable.model), say)
 
 
 def context_limit(text_config: Any) -> int | None:

@@ -73,6 +73,16 @@ class ExpertUse:
         self._reads += int(np.count_nonzero(table))
 
 
+def expert_uses(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """How often each expert was chosen since the model was loaded, by the index of the layer."""
+    found: dict[int, tuple[int, ...]] = {}
+    for module in model.modules():
+        use, layer = getattr(module, "use", None), getattr(module, "layer", None)
+        if isinstance(use, ExpertUse) and isinstance(layer, int) and layer >= 0:
+            found[layer] = use.snapshot().counts
+    return found
+
+
 class Away:
     """The spans of one call of experts that leaves the block's thread or device, while somebody watches.
 

@@ -31,6 +31,7 @@ class Options:
     log_file: str | None = None
     tool_format: str = "auto"
     reasoning_format: str = "auto"
+    stats: bool = False  # whether the use of experts is kept
 
     def __post_init__(self) -> None:
         # Tells names that there are not.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from hetero.core import HeteroError, InputError, MachineError
+from hetero.engine.load import stats_recorder
 from hetero.engine.scheduler import Scheduler
 from hetero.ops.experts import CpuExpertsOp
 from hetero.server import connection, logs
@@ -29,6 +30,7 @@ from hetero.server.app import create_app
 from hetero.server.options import Options
 from hetero.server.safety import HEAD_BYTES, Policy
 from hetero.server.state import AppState
+from hetero.stats import Recorder
 
 if TYPE_CHECKING:
     from hetero.engine.load import Loaded
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 CLOSE_S = 5
 # How often the main thread looks around while nothing happens, seconds.
 LOOK_S = 2.0
+# How often the use of experts is added to the statistics, seconds.
+STATS_S = 300.0
 
 
 class HttpThread:
@@ -92,11 +96,14 @@ def serve(listener: socket.socket, name: str, load: Callable[[], Loaded], option
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             logs.say(f"serving {name} on http://{shown}:{port} (Ctrl-C stops)")
-            _wait(stop.asked, http, loaded.folder)
+            recorder = stats_recorder(loaded, logs.say) if options.stats else None
+            _wait(stop.asked, http, loaded.folder, recorder)
             _drain(state, engine, options.drain_s)
             # Before HTTP, so that clients of what is cut off read why.
             engine.close()
             http.close()
+            if recorder is not None:
+                recorder.save()
     finally:
         if engine is not None:
             engine.close()
@@ -154,10 +161,14 @@ def _expert_reads(loaded: Loaded) -> Callable[[], dict[str, tuple[int, int]]]:
     return now
 
 
-def _wait(asked: threading.Event, http: HttpThread, folder: Path) -> None:
+def _wait(asked: threading.Event, http: HttpThread, folder: Path, recorder: Recorder | None) -> None:
     """Until a signal comes."""
     there = True
+    saved = time.monotonic()
     while not asked.wait(LOOK_S):
+        if recorder is not None and time.monotonic() - saved >= STATS_S:
+            recorder.save()
+            saved = time.monotonic()
         if not http.alive:
             raise MachineError("the HTTP server has ended by itself; the log says why")
         if there and not folder.exists():

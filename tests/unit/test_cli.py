@@ -21,6 +21,8 @@ from hetero import cli
 from hetero.engine.generate import Engine
 from hetero.engine.load import load_model
 from hetero.engine.request import Request
+from hetero.model.shapes import resolve_model
+from hetero.stats import expert_counts
 from tests.model.tiny import tiny, tiny_tokenizer
 
 PYTHON = [sys.executable, "-m", "hetero.cli"]
@@ -345,7 +347,10 @@ def spawn(*args: object) -> subprocess.Popen[str]:
     )
 
 
-def test_serve_from_start_to_sigterm(folder: Path) -> None:
+def test_serve_from_start_to_sigterm(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("HETERO_STATS", "on"), ("HETERO_CACHE", str(tmp_path))):
+        monkeypatch.setitem(ENV, name, value)
+        monkeypatch.setenv(name, value)
     with spawn("serve", folder, "--port", 0) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
@@ -363,6 +368,9 @@ def test_serve_from_start_to_sigterm(folder: Path) -> None:
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 0
     assert "Traceback" not in errors
+    counts = expert_counts(resolve_model(str(folder)))
+    assert counts is not None
+    assert (counts.sum(axis=1) > 0).all()
     assert "--allow-remote" in refused(2, "serve", folder, "--host", "0.0.0.0")
 
 
