@@ -42,7 +42,8 @@ class Model:
 
 def counts_of(model: Model) -> Any:
     found = expert_counts(model)
-    return None if found is None else found.tolist()
+    # What was there fades by a millionth.
+    return None if found is None else found.round(3).tolist()
 
 
 def test_runs_add_up() -> None:
@@ -163,7 +164,7 @@ def test_a_recorder_adds_what_is_new() -> None:
     assert counts_of(Model()) == [[1, 2]]
     now = {0: [5, 2], 1: [1, 0]}
     recorder.save()
-    np.testing.assert_allclose(counts_of(Model()), [[5, 2], [1, 0]], atol=0.02)
+    assert counts_of(Model()) == [[5, 2], [1, 0]]
 
 
 def test_a_folder_that_cannot_be_written_is_told_once(cache: Path) -> None:
