@@ -1,0 +1,205 @@
+"""Triton kernels of routed experts, on the packed layout of the CPU (cpu_ext/kernels.h).
+
+An expert is an address: of GPU memory, or of pinned host memory that the GPU reads in place. The same bytes
+serve both, and the CPU. As on the CPU, activations are int8 in groups of 32, and the dot of a group is an
+exact integer; only the order of the float32 sums differs (contract 11 of the design).
+
+Sizes are constants of a model, so they are compiled in. Of a packed matrix: K inputs with their padding, N
+outputs, BLOCK_BYTES of 16 outputs, whose scales begin SCALES_AT bytes in, GROUP inputs to a scale.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ACT_GROUP = tl.constexpr(32)
+ROWS = tl.constexpr(16)
+# Below it a group of activations counts as zeros, as in the extension.
+TINY = tl.constexpr(2.0**-100)
+# Added and taken away again, it rounds a float32 below 2^22 to the nearest integer, ties to even.
+ROUNDER = tl.constexpr(12582912.0)
+ONES = tl.constexpr(0x01010101)
+LOW_NIBBLES = tl.constexpr(0x0F0F0F0F)
+
+BF16, INT8, INT4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+SILU, GELU, GELU_TANH, RELU, RELU2 = (tl.constexpr(kind) for kind in range(5))
+
+
+@triton.jit
+def quantise_rows(x, q, scale, k, k_pad, GROUPS: tl.constexpr):
+    """x [T, k] to q int8 [T, k_pad], zeros beyond k, and scale float32 [T, k_pad / 32], as the extension's
+    ``QuantFn`` does; program (row, GROUPS groups)."""
+    row = tl.program_id(0)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * ACT_GROUP + tl.arange(0, ACT_GROUP)[None, :]
+    value = tl.load(x + row * k + at, mask=at < k, other=0.0).to(tl.float32)
+    size = tl.abs(value)
+    # A NaN passes through the sum, though not through every maximum.
+    bad = tl.sum(size * 0.0, 1) != 0.0
+    amax = tl.max(tl.where(size < float("inf"), size, 0.0), 1)
+    zero = bad | (amax < TINY)
+    inverse = tl.div_rn(tl.full(amax.shape, 127.0, tl.float32), tl.where(zero, 1.0, amax))
+    clean = tl.where(zero[:, None], 0.0, value)
+    code = (clean * inverse[:, None] + ROUNDER) - ROUNDER
+    here = group < k_pad // ACT_GROUP
+    tl.store(q + row * k_pad + at, code.to(tl.int8), mask=here[:, None])
+    known = tl.div_rn(tl.where(amax < TINY, 0.0, amax), tl.full(amax.shape, 127.0, tl.float32))
+    tl.store(scale + row * (k_pad // ACT_GROUP) + group, tl.where(bad, float("nan"), known), mask=here)
+
+
+@triton.jit
+def _dot4(unsigned, signed, ASM: tl.constexpr):
+    """Sum of four products of a word's unsigned bytes and another's signed ones."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "dp4a.u32.s32 $0, $1, $2, 0;", "=r,r,r", [unsigned, signed], dtype=tl.int32, is_pure=True, pack=1
+        )
+    total = (unsigned & 255) * ((signed << 24) >> 24)
+    for byte in tl.static_range(1, 4):
+        total += ((unsigned >> (8 * byte)) & 255) * ((signed << (24 - 8 * byte)) >> 24)
+    return total
+
+
+@triton.jit
+def _at(base, address):
+    """A pointer to bytes from an address that is a multiple of 64. Of a pointer that is made of a number the
+    compiler would not know that, and would load 4 bytes at a time."""
+    return base + tl.multiple_of(address - base.to(tl.int64), 64)
+
+
+@triton.jit
+def _block_dot(
+    block, q, qs,
+    K: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr, FORMAT: tl.constexpr, STEPS: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Float32 [16]: the products of one row of activations and a packed block, whose first byte is ``block``.
+
+    ``q``: the row as words of 4 codes (bf16: as values); ``qs``: its scales. STEPS of the block are read at
+    once.
+    """
+    row = tl.arange(0, ROWS)[None, :]
+    words = block.to(tl.pointer_type(tl.int32))
+    per_step: tl.constexpr = 8 if FORMAT == INT4 else 4 if FORMAT == INT8 else 2
+    steps: tl.constexpr = K // per_step
+    total = tl.zeros((STEPS, ROWS), tl.float32)
+    for first in range(0, steps, STEPS):
+        step = (first + tl.arange(0, STEPS))[:, None]
+        here = step < steps
+        word = tl.load(words + step * ROWS + row, mask=here, other=0)
+        if FORMAT == BF16:
+            even = (word << 16).to(tl.float32, bitcast=True)
+            odd = (word & -65536).to(tl.float32, bitcast=True)
+            total += even * tl.load(q + 2 * step, mask=here, other=0.0).to(tl.float32)
+            total += odd * tl.load(q + 2 * step + 1, mask=here, other=0.0).to(tl.float32)
+        else:
+            halves = (block + SCALES_AT).to(tl.pointer_type(tl.float16))
+            weight_scale = tl.load(halves + step * per_step // GROUP * ROWS + row, mask=here, other=0.0)
+            act_scale = tl.load(qs + step * per_step // ACT_GROUP, mask=here, other=0.0)
+            if FORMAT == INT4:
+                low = tl.load(q + 2 * step, mask=here, other=0)
+                high = tl.load(q + 2 * step + 1, mask=here, other=0)
+                ones = tl.full(low.shape, ONES, tl.int32)
+                zero = 8 * (_dot4(ones, low, ASM) + _dot4(ones, high, ASM))
+                dot = _dot4(word & LOW_NIBBLES, low, ASM) + _dot4((word >> 4) & LOW_NIBBLES, high, ASM) - zero
+            else:
+                codes = tl.load(q + step, mask=here, other=0)
+                ones = tl.full(codes.shape, ONES, tl.int32)
+                dot = _dot4(word, codes, ASM) - 128 * _dot4(ones, codes, ASM)
+            total += dot.to(tl.float32) * (weight_scale.to(tl.float32) * act_scale)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _act(g, alpha, KIND: tl.constexpr):
+    if KIND == SILU:
+        return g / (1.0 + tl.exp(-alpha * g))
+    if KIND == GELU:
+        return 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
+    if KIND == GELU_TANH:
+        return g / (1.0 + tl.exp(-1.5957691216057308 * (g + 0.044715 * g * g * g)))
+    positive = tl.maximum(g, 0.0)
+    if KIND == RELU:
+        return positive
+    if KIND == RELU2:
+        return positive * positive
+    return g
+
+
+@triton.jit
+def combined(gate, up, alpha, gate_max, up_limit, act_max, up_offset, KIND: tl.constexpr):
+    """The activation of kernels.h. What is no number stays so, as minps keeps its second operand."""
+    gate = tl.where(gate > gate_max, gate_max, gate)
+    up = tl.minimum(tl.maximum(up, -up_limit), up_limit)
+    acted = _act(gate, alpha, KIND)
+    return tl.where(acted > act_max, act_max, acted) * (up + up_offset)
+
+
+@triton.jit
+def gate_up(
+    base, q, qs, addresses, h, slots, alpha, gate_max, up_limit, act_max, up_offset,
+    K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
+    BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """h float32 [pairs, N]: the activated values of every (token, expert) pair; program (16 outputs, pair).
+
+    ``base``: any pointer to bytes; ``addresses`` int64 [pairs]: of each pair's expert, 0 where the pair is
+    not computed here: its h stays unwritten. An expert's float32 biases of gate (if any) and up begin at
+    BIAS_AT.
+    """
+    block, pair = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(addresses + pair)
+    if expert != 0:
+        token = pair // slots
+        x = q + token * (K if FORMAT == BF16 else K // 4)
+        xs = qs + token * (K // ACT_GROUP)
+        mats: tl.constexpr = 2 if HAS_GATE else 1
+        first = _at(base, expert + block.to(tl.int64) * (mats * BLOCK_BYTES))
+        out = block * ROWS + tl.arange(0, ROWS)
+        here = out < N
+        bias = _at(base, expert).to(tl.pointer_type(tl.float32)) + BIAS_AT // 4
+        one = _block_dot(first, x, xs, K, GROUP, SCALES_AT, FORMAT, STEPS, ASM)
+        if HAS_BIAS:
+            one += tl.load(bias + out, mask=here, other=0.0)
+        if HAS_GATE:
+            up = _block_dot(first + BLOCK_BYTES, x, xs, K, GROUP, SCALES_AT, FORMAT, STEPS, ASM)
+            if HAS_BIAS:
+                up += tl.load(bias + N + out, mask=here, other=0.0)
+            value = combined(one, up, alpha, gate_max, up_limit, act_max, up_offset, KIND)
+        else:
+            value = _act(one, alpha, KIND)
+        tl.store(h + pair.to(tl.int64) * N + out, value, mask=here)
+
+
+@triton.jit
+def down(
+    base, q, qs, addresses, weights, out, slots,
+    K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
+    BEGIN: tl.constexpr, BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    STEPS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """out float32 [T, N]: the weighted sum of a token's experts that have an address; program (16 outputs,
+    token).
+
+    The matrix begins at byte BEGIN of an expert. One program sums a token's pairs in the order of slots, so
+    that the result is the same in every run.
+    """
+    block, token = tl.program_id(0), tl.program_id(1)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    here = rows < N
+    total = tl.zeros((ROWS,), tl.float32)
+    for slot in range(slots):
+        pair = token * slots + slot
+        expert = tl.load(addresses + pair)
+        if expert != 0:
+            x = q + pair * (K if FORMAT == BF16 else K // 4)
+            xs = qs + pair * (K // ACT_GROUP)
+            start = _at(base, expert + BEGIN + block.to(tl.int64) * BLOCK_BYTES)
+            y = _block_dot(start, x, xs, K, GROUP, SCALES_AT, FORMAT, STEPS, ASM)
+            if HAS_BIAS:
+                bias = _at(base, expert).to(tl.pointer_type(tl.float32)) + BIAS_AT // 4
+                y += tl.load(bias + rows, mask=here, other=0.0)
+            total += tl.load(weights + pair) * y
+    tl.store(out + token.to(tl.int64) * N + rows, total, mask=here)

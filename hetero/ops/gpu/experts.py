@@ -1,0 +1,219 @@
+"""Routed experts in GPU memory, in the packed layout that the CPU's experts have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero.core import ActKind, ExpertSpec, InputError, MachineError
+from hetero.cpu import CpuExperts
+from hetero.formats import ACT_GROUP, BLOCK_ROWS, Format, block_bytes, padded_k
+from hetero.hw.memory import gib
+from hetero.ops.gpu import expert_kernels, grouped_kernels
+
+FORMATS = ("bf16", "int8", "int4")
+"""Names of the formats that the kernels read."""
+
+EXACT_ROWS = 16
+"""Up to so many tokens a step no token's result depends on another's; larger steps use tensor cores."""
+
+_KINDS = (ActKind.SILU, ActKind.GELU, ActKind.GELU_TANH, ActKind.RELU, ActKind.RELU2, ActKind.IDENTITY)
+_CODE_BITS = {"bf16": 16, "int8": 8, "int4": 4}
+_STEPS = 64  # of a block that a program reads at a time: 4 KiB
+_TILE, _BLOCKS, _DEPTH = 64, 4, 64  # of a large step: rows, blocks of outputs, inputs
+# Pairs of a large step are computed so many tokens at a time: their results are float32 for every pair.
+_CHUNK = 2048
+
+
+class GpuExperts:
+    """Packed experts of one MoE block on ``device``, and the operator over them.
+
+    The interface of ``hetero.cpu.CpuExperts``, but that tensors stay on the device and what is staged (a
+    foreign activation, a norm after each expert) is refused. Raises InputError for a format that the kernels
+    do not read, MachineError where the device has too little memory.
+    """
+
+    def __init__(self, spec: ExpertSpec, fmt: Format, device: str | torch.device) -> None:
+        if fmt.name not in FORMATS:
+            raise InputError(
+                f"experts on {device}: format {fmt} is not read there; valid: {', '.join(FORMATS)}"
+            )
+        if spec.staged:
+            raise InputError(
+                f"experts on {device}: this model's experts need steps between their projections"
+            )
+        self.spec, self.format, self.device = spec, fmt, torch.device(device)
+        # The CPU's packer fills one expert at a time; those whose parts have not all arrived wait here.
+        self._packers: dict[int, CpuExperts] = {}
+        self._free = [CpuExperts(replace(spec, num_experts=1), fmt)]
+        self._stride = self._free[0].whole_bytes
+        self._done: set[int] = set()
+        try:
+            self._memory = torch.empty(spec.num_experts, self._stride, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError:
+            free = torch.cuda.mem_get_info(self.device)[0]
+            what = f"{spec.num_experts} experts of {spec.hidden} x {spec.intermediate} in {fmt}"
+            needed = gib(spec.num_experts * self._stride)
+            raise MachineError(f"{what} need {needed} on {device}, {gib(free)} is free") from None
+        self._sizes = _Sizes(spec, fmt)
+        act = spec.activation
+        self._act = (act.alpha, act.gate_max, act.up_limit, act.act_max, act.up_offset)
+        # The kernels' interpreter runs them where there is no GPU, and has neither dp4a nor bf16 products.
+        self._twin = self.device.type == "cpu"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed experts."""
+        return self._memory.numel()
+
+    def put(self, expert: int, part: Any, tensor: Tensor) -> None:
+        """Pack a part of an expert, as ``CpuExperts.put`` does; a whole expert moves to the device."""
+        if not 0 <= expert < self.spec.num_experts:
+            raise InputError(f"expert {expert} {part}: there are {self.spec.num_experts} experts")
+        if expert in self._done:
+            raise InputError(f"expert {expert} {part}: given twice")
+        if expert not in self._packers:
+            one = replace(self.spec, num_experts=1)
+            self._packers[expert] = self._free.pop() if self._free else CpuExperts(one, self.format)
+        packer = self._packers[expert]
+        packer.put(0, part, tensor)
+        if packer.complete(0):
+            host = torch.empty(self._stride, dtype=torch.uint8)
+            packer.save(0, host.numpy().data)
+            self._memory[expert].copy_(host)
+            self._done.add(expert)
+            packer.vacate(0)
+            self._free.append(self._packers.pop(expert))
+            if len(self._done) == self.spec.num_experts:
+                self._free.clear()
+
+    def missing(self) -> list[tuple[int, str]]:
+        """Parts that have not been put, by expert."""
+        parts = [p for p in ("gate", "up", "down") if self.spec.has_gate or p != "gate"]
+        parts += [f"{part}_bias" for part in parts] if self.spec.has_bias else []
+        here = {expert: {part for _, part in packer.missing()} for expert, packer in self._packers.items()}
+        return [
+            (expert, part)
+            for expert in range(self.spec.num_experts)
+            if expert not in self._done
+            for part in parts
+            if part in here.get(expert, parts)
+        ]
+
+    def addresses(self, ids: Tensor) -> Tensor:
+        """int64 like ``ids``: where each expert begins; 0 for ids outside [0, experts)."""
+        here = (ids >= 0) & (ids < self.spec.num_experts)
+        return torch.where(here, self._memory.data_ptr() + ids.long() * self._stride, 0)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Weighted sum of the experts: x [T, hidden], ids and weights [T, k] -> float32 [T, hidden], all on
+        the device. ids outside [0, experts) contribute zero."""
+        x, ids, weights = x.contiguous(), ids.contiguous(), weights.float().contiguous()
+        if x.shape[0] <= EXACT_ROWS:
+            return self._few(x, self.addresses(ids), weights)
+        chunks = [slice(at, at + _CHUNK) for at in range(0, x.shape[0], _CHUNK)]
+        return torch.cat([self._many(x[rows], ids[rows], weights[rows]) for rows in chunks])
+
+    def _few(self, x: Tensor, addresses: Tensor, weights: Tensor) -> Tensor:
+        """Every pair by itself, at the speed of memory."""
+        sizes, (tokens, slots) = self._sizes, addresses.shape
+        common: dict[str, Any] = {"STEPS": _STEPS, "ASM": not self._twin}
+        q, scales = self._quantised(x, sizes.up["K"])
+        h = self._empty(tokens * slots, self.spec.intermediate)
+        expert_kernels.gate_up[(sizes.blocks_up, tokens * slots)](
+            self._memory, q, scales, addresses, h, slots, *self._act, **sizes.act, **sizes.up, **common
+        )
+        q, scales = self._quantised(h, sizes.down["K"])
+        out = self._empty(tokens, self.spec.hidden)
+        expert_kernels.down[(sizes.blocks_down, tokens)](
+            self._memory, q, scales, addresses, weights, out, slots, **sizes.down, **common
+        )
+        return out
+
+    def _many(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Pairs sorted by expert, a tile of rows at a time."""
+        spec, sizes, (tokens, slots) = self.spec, self._sizes, ids.shape
+        common: dict[str, Any] = {"TILE": _TILE, "BLOCKS": _BLOCKS, "DEPTH": _DEPTH, "TWIN": self._twin}
+        order, tiles, experts = _tiles(ids, spec.num_experts)
+        addresses = self.addresses(experts)
+        h = self._empty(tokens * slots, spec.intermediate, torch.bfloat16)
+        grouped_kernels.gate_up_rows[(len(tiles), -(-sizes.blocks_up // _BLOCKS))](
+            self._memory, x.bfloat16(), order, tiles, addresses, h, slots, *self._act,
+            INPUTS=spec.hidden, **sizes.act, **sizes.up, **common,
+        )  # fmt: skip
+        # Rows of pairs that nobody computes stay zero.
+        y = torch.zeros(tokens, slots, spec.hidden, dtype=torch.float32, device=self.device)
+        grouped_kernels.down_rows[(len(tiles), -(-sizes.blocks_down // _BLOCKS))](
+            self._memory, h, order, tiles, addresses, weights, y,
+            INPUTS=spec.intermediate, **sizes.down, **common,
+        )  # fmt: skip
+        return y.sum(1)
+
+    def _empty(self, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device=self.device)
+
+    def _quantised(self, x: Tensor, k_pad: int) -> tuple[Tensor, Tensor]:
+        """Rows as the kernels read them: words of int8 codes, and scales; for bf16 the values, padded."""
+        rows, k = x.shape
+        if not self.format.quantised:
+            q = torch.zeros(rows, k_pad, dtype=torch.float32, device=self.device)
+            q[:, :k] = x
+            return q, q
+        q = torch.empty(rows, k_pad, dtype=torch.int8, device=self.device)
+        scales = torch.empty(rows, k_pad // ACT_GROUP, dtype=torch.float32, device=self.device)
+        expert_kernels.quantise_rows[(rows, -(-k_pad // ACT_GROUP // 4))](x, q, scales, k, k_pad, GROUPS=4)
+        return q.view(torch.int32), scales
+
+
+class _Sizes:
+    """Constants of the kernels: of gate and up, of down, and of what is between them."""
+
+    def __init__(self, spec: ExpertSpec, fmt: Format) -> None:
+        mats, hidden, wide = 2 if spec.has_gate else 1, spec.hidden, spec.intermediate
+        self.blocks_up, self.blocks_down = -(-wide // BLOCK_ROWS), -(-hidden // BLOCK_ROWS)
+        down_at = mats * self.blocks_up * block_bytes(fmt, hidden)
+        bias_at = down_at + self.blocks_down * block_bytes(fmt, wide)
+        self.act = {"KIND": _KINDS.index(spec.activation.kind), "HAS_GATE": spec.has_gate}
+        self.up = _matrix(fmt, wide, hidden, bias_at, spec)
+        self.down = _matrix(fmt, hidden, wide, bias_at + 4 * mats * wide, spec) | {"BEGIN": down_at}
+
+
+def _matrix(fmt: Format, n: int, k: int, bias_at: int, spec: ExpertSpec) -> dict[str, Any]:
+    k_pad = padded_k(fmt, k)
+    return {
+        "K": k_pad,
+        "N": n,
+        "BLOCK_BYTES": block_bytes(fmt, k),
+        "GROUP": fmt.group or ACT_GROUP,
+        "SCALES_AT": k_pad * BLOCK_ROWS * _CODE_BITS[fmt.name] // 8,
+        "BIAS_AT": bias_at,
+        "FORMAT": fmt.code,
+        "HAS_BIAS": spec.has_bias,
+    }
+
+
+def _tiles(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs by expert, cut into tiles: (order int32 [pairs], first and last + 1 of each tile int32 [tiles,
+    2], its expert [tiles]). As many tiles as there may ever be, so that nothing is read back: the last are
+    empty."""
+    flat = ids.flatten().long()
+    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    counts = counts[:experts]
+    of_each = (counts + _TILE - 1) // _TILE
+    most = flat.numel() // _TILE + min(experts, flat.numel())
+    ends = of_each.cumsum(0)
+    tile = torch.arange(most, device=flat.device)
+    expert = torch.searchsorted(ends, tile, right=True)
+    known = expert.clamp(max=experts - 1)
+    within = tile - (ends - of_each)[known]
+    first = (counts.cumsum(0) - counts)[known] + within * _TILE
+    last = torch.minimum(first + _TILE, counts.cumsum(0)[known])
+    empty = expert >= experts
+    tiles = torch.stack([torch.where(empty, 0, first), torch.where(empty, 0, last)], 1)
+    return order.int(), tiles.int(), known
