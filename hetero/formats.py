@@ -125,6 +125,10 @@ class Format:
         return kind.bits + shared + 16 * kind.super_scales / SUPER_GROUP
 
 
+GPU_FORMATS = ("bf16", "int8", "int4")
+"""Names of the formats that the kernels for experts on a GPU read."""
+
+
 def valid_formats() -> list[str]:
     """Every format that weights can be put into, as ``parse_format`` accepts it."""
     return _spelled(kept_only=False)

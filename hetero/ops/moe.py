@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.core import InputError
+from hetero.core import ExpertSpec, InputError
+from hetero.formats import parse_format
 from hetero.model.build import is_experts
 from hetero.model.moe_types import expert_spec
 from hetero.ops.experts import CpuExpertsOp, Pending, make_backend
 from hetero.ops.recipes import RECIPES, Recipe
 from hetero.ops.watch import layer_of
 from hetero.registry import register_op
+from hetero.rules.options import DEFAULT_FORMAT
 
 
 @register_op("moe")
@@ -51,7 +53,7 @@ class MoeBlock(nn.Module):
     def from_module(
         module: nn.Module, *, name: str, config: Any, device: str, options: Mapping[str, Any]
     ) -> nn.Module:
-        """Give every experts module below a backend on the CPU and take over the blocks that are known.
+        """Give every experts module below a backend and take over the blocks that are known.
 
         A block of an unknown class, or a decoder layer that holds experts itself, keeps its own code; its
         experts are replaced in place. Raises InputError where ``module`` holds no routed experts.
@@ -71,9 +73,8 @@ class MoeBlock(nn.Module):
             block = module.get_submodule(block_path) if block_path else module
             experts = module.get_submodule(path)
             spec = expert_spec(experts, config)
-            backend = make_backend(spec, experts_options)
             layer = layer_of(f"{name}.{path}")
-            setattr(block, leaf, CpuExpertsOp(spec, backend, experts, overlap=overlap, layer=layer))
+            setattr(block, leaf, _experts(spec, experts_options, experts, overlap, layer))
             recipe = RECIPES.get(type(block).__name__)
             if recipe is None or leaf != "experts":
                 continue
@@ -131,3 +132,19 @@ class MoeBlock(nn.Module):
 
     def extra_repr(self) -> str:
         return self.block_class
+
+
+def _experts(
+    spec: ExpertSpec, options: Mapping[str, Any], original: nn.Module, overlap: bool, layer: int
+) -> nn.Module:
+    """The operator in place of one experts module."""
+    device = options.get("device", "cpu")
+    if device == "cpu":
+        return CpuExpertsOp(spec, make_backend(spec, options), original, overlap=overlap, layer=layer)
+    try:
+        from hetero.ops.gpu.op import GpuExpertsOp
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"experts on {device} need the package {error.name}: pip install {error.name}"
+        ) from None
+    return GpuExpertsOp(spec, parse_format(options.get("format", DEFAULT_FORMAT)), device, layer=layer)

@@ -42,7 +42,8 @@ class ExpertUse:
         self._lock = threading.Lock()
 
     def note(self, ids: torch.Tensor) -> None:
-        """Ids [T, k] of one step, on the CPU; those that are no expert's are left out."""
+        """Ids [T, k] of one step; those that are no expert's are left out. They are read later: from a GPU
+        when its work is long done."""
         self._waiting.append(ids)
         self._held += ids.numel()
         if self._held >= _FOLD_AT:
@@ -60,7 +61,7 @@ class ExpertUse:
 
     def _count(self) -> None:
         self._held = 0
-        calls = [self._waiting.popleft().numpy().ravel() for _ in range(len(self._waiting))]
+        calls = [self._waiting.popleft().cpu().numpy().ravel() for _ in range(len(self._waiting))]
         if not calls:
             return
         experts = len(self._counts)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero.config import MAX_THREADS
 from hetero.core import InputError
-from hetero.formats import parse_target
+from hetero.formats import GPU_FORMATS, parse_format, parse_target
 from hetero.hw.placement import NUMA_WORDS, parse_numa
 from hetero.rules.devices import check_device
 from hetero.rules.mistakes import Mistakes
@@ -46,7 +46,7 @@ def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
         check_keys(experts, "'experts'", ("device", *EXPERT_KEYS))
     get = experts.mapping("'experts'").get
     readers: dict[str, Callable[[], Any]] = {
-        "device": lambda: _expert_device(experts, devices),
+        "device": lambda: _expert_device(experts, replace, devices),
         "format": lambda: _format(get("format"), get("backend")),
         "isa": lambda: _word(get("isa"), "isa", ISAS),
         "numa": lambda: _numa(get("numa")),
@@ -106,13 +106,32 @@ def schemas_for(names: Sequence[str]) -> dict[str, OpSchema]:
     return {**BUILTIN, **{name: BUILTIN.get(name, FOREIGN) for name in names}}
 
 
-def _expert_device(experts: Value, devices: Sequence[str]) -> str:
+def _expert_device(experts: Value, replace: Replace, devices: Sequence[str]) -> str:
+    """The CPU, or the GPU that the block is on."""
     given = experts.data.get("device")
     device = check_device(given, experts.where, devices, "experts: device")
     if device != "cpu":
-        # Tiers of experts on a GPU are not written yet; a rule must not promise them.
-        (given or experts).where.fail(f"experts on '{device}' are not supported; write 'device: cpu'")
+        block = check_device(replace.device, replace.where, devices)
+        if block != device:
+            experts.where.fail(f"experts on '{device}' need their block there, which is on '{block}'")
+        for key in ("backend", "isa", "numa", "threads"):
+            value = experts.data.get(key)
+            if value is not None and value.data not in ("native", "auto"):
+                value.where.fail(f"experts: '{key}' is about the CPU, and these experts are on '{device}'")
+        _gpu_format(experts.data.get("format"), device)
     return device
+
+
+def _gpu_format(value: Value | None, device: str) -> None:
+    """Experts on a GPU have kernels for some formats only; what is no format at all is told elsewhere."""
+    try:
+        parsed = parse_format(DEFAULT_FORMAT if value is None else str(value.data))
+    except InputError:
+        return
+    if value is not None and parsed.name not in GPU_FORMATS:
+        value.where.fail(
+            f"experts on '{device}': no kernels for {parsed}; it is one of {listed(GPU_FORMATS)}"
+        )
 
 
 def _is_kt(backend: Value | None) -> bool:

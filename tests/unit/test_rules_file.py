@@ -174,10 +174,20 @@ MISTAKES = {
         "{op: keep, device: gpu}",
         "7: rule 2 'rest': unknown device 'gpu'; did you mean 'cpu'?",
     ),
-    "experts on a GPU": (
+    "experts on a GPU, block elsewhere": (
         "{format: int4}",
         "{device: cuda:0}",
-        "4: rule 1 'experts': experts on 'cuda:0' are not supported; write 'device: cpu'",
+        "4: rule 1 'experts': experts on 'cuda:0' need their block there, which is on 'cpu'",
+    ),
+    "experts on a GPU, format of the CPU": (
+        "experts: {format: int4}",
+        "device: cuda:0, experts: {device: cuda:0, format: mxfp4}",
+        "4: rule 1 'experts': experts on 'cuda:0': no kernels for mxfp4; it is one of bf16, int8, int4",
+    ),
+    "experts on a GPU, options of the CPU": (
+        "experts: {format: int4}",
+        "device: cuda:0, experts: {device: cuda:0, numa: split}",
+        "4: rule 1 'experts': experts: 'numa' is about the CPU, and these experts are on 'cuda:0'",
     ),
     "layers backwards": (
         "{class: MoeBlock}",
