@@ -1,0 +1,246 @@
+"""``hetero plan``: what sits where, how fast it can be and why, before anything is downloaded or loaded.
+
+Errors are raised as HeteroError; ``hetero.cli`` tells them. Torch starts only for a model type whose
+inventory needs the module tree.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hetero import terminal
+from hetero.core import InputError
+from hetero.formats import parse_format
+from hetero.hw import memory
+from hetero.model.shapes import resolve_model
+from hetero.plan import families
+from hetero.plan.hardware import Hardware, load_hardware
+from hetero.plan.inventory import Inventory, from_modules
+from hetero.plan.machine import this_machine
+from hetero.plan.planner import Plan, as_dict, family_format, make_plan
+from hetero.plan.roofline import Decode, Term
+from hetero.plan.rulefile import rule_file
+from hetero.plan.sizes import gib, parse_size
+from hetero.plan.tiers import Request
+
+
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a config.json or synthetic:NAME.")],
+    *,
+    vram: Annotated[
+        str | None, typer.Option(metavar="24GiB", help="GPU memory that may be used; 0: none. Default: all.")
+    ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(metavar="64GiB", help="Main memory that may be used. Default: the machine's."),
+    ] = None,
+    ctx: Annotated[int, typer.Option(help="Tokens of a sequence, prompt and answer.")] = 4096,
+    concurrency: Annotated[int, typer.Option(help="Sequences that run at once.")] = 1,
+    hardware: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="A shipped or a written profile. Default: this machine."),
+    ] = None,
+    format_: Annotated[
+        str | None, typer.Option("--format", help="Of experts. Default: that of the model's family.")
+    ] = None,
+    dense: Annotated[
+        str, typer.Option(help="Dense layers: auto, bfloat16, float16, float32 or int8.")
+    ] = "auto",
+    draft: Annotated[int, typer.Option(help="Tokens drafted for each step.")] = 0,
+    accept: Annotated[float, typer.Option(help="Chance that a drafted token is right.")] = 0.7,
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompt for prefill.")] = 8192,
+    counts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON [layers][experts]: how often each expert was chosen."),
+    ] = None,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rule file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell what sits where and the bound on speed, term by term; exit 3 where it cannot fit."""
+    machine, available = _hardware(hardware)
+    request = Request(
+        expert_format=parse_format(format_ or "int4"),
+        vram=None if vram is None else parse_size(vram, "--vram"),
+        ram=available if ram is None else parse_size(ram, "--ram"),
+        context=ctx,
+        concurrency=concurrency,
+        draft=draft,
+        accept=accept,
+        prompt=prompt,
+        dense=dense,
+        counts=() if counts is None else read_counts(counts),
+    )
+    found = resolve_model(model)
+    inventory = take_inventory(found.config)
+    if format_ is None:
+        has_gpu = machine.gpu is not None and request.vram != 0
+        request = replace(request, expert_format=family_format(inventory.model_type, has_gpu))
+    made = make_plan(found.name, inventory, machine, request)
+    if write is not None:
+        _write(write, rule_file(made))
+    if as_json:
+        typer.echo(json.dumps(as_dict(made), indent=2))
+    else:
+        show(made)
+
+
+def _hardware(given: str | None) -> tuple[Hardware, int | None]:
+    """The profile, and the memory that is free where it is this machine's."""
+    if given is not None:
+        return load_hardware(given), None
+    return this_machine(), memory.available().bytes
+
+
+def take_inventory(config: dict[str, Any]) -> Inventory:
+    """By arithmetic for the known families, else from the module tree that transformers builds."""
+    known = families.inventory(config)
+    if known is not None:
+        return known
+    from hetero.config import wait_passively
+
+    wait_passively()
+    import torch
+
+    from hetero.model.build import build_meta, describe
+    from hetero.model.config import load_config
+
+    return from_modules(config, describe(build_meta(load_config(config), torch.bfloat16)))
+
+
+def read_counts(path: Path) -> tuple[tuple[float, ...], ...]:
+    """How often experts were chosen, [layers][experts]. Raises InputError for another file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"--counts {path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"--counts {path}: not valid JSON: {error}") from None
+    rows = data.get("counts") if isinstance(data, dict) else data
+    if not isinstance(rows, list) or not rows or not all(_is_row(row) for row in rows):
+        raise InputError(f"--counts {path}: must be a list of layers, each a list of numbers")
+    return tuple(tuple(float(c) for c in row) for row in rows)
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, list) and all(isinstance(c, int | float) and not isinstance(c, bool) for c in row)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--write {path}: cannot be written: {error.strerror}") from None
+    terminal.note(f"wrote {path}")
+
+
+def show(made: Plan) -> None:
+    """The plan for a person."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+
+    def say(text: str = "") -> None:
+        console.print(text, markup=False, highlight=False)
+
+    inventory, layout, request = made.inventory, made.layout, made.request
+    say(
+        f"{made.model}: {inventory.params / 1e9:.1f} billion weights, {inventory.active_params / 1e9:.2f} "
+        f"billion a token, {inventory.layers} layers; on {made.hardware.name}"
+    )
+    say(
+        f"experts in {request.expert_format}, dense layers in {layout.dense}, {request.context} tokens x "
+        f"{request.concurrency}"
+    )
+    say()
+    console.print(_memory_table(made))
+    say()
+    console.print(_decode_table(made))
+    for found in made.decode:
+        say(f"bound, {found.routing} routing: {found.tok_s:.1f} tokens/s; {found.binds} binds")
+    say(f"today: {made.today.tok_s:.1f} tokens/s; {made.today.binds} binds")
+    say()
+    for way in made.prefill:
+        say(f"prefill of {way.tokens} tokens: {way.ms / 1e3:.2f} s, {way.tok_s:.0f} tokens/s, {way.way}")
+    say()
+    console.print(_alternatives_table(made))
+    if made.waits:
+        say("\nthe bound needs what is not built yet:")
+        for wait in made.waits:
+            say(f"  - {wait}")
+    if made.not_today is not None:
+        say(f"\nthe rules as they can be written now do not fit: {made.not_today}")
+    for warning in made.warnings:
+        say(f"warning: {warning}")
+    say(f"\n{_basis(made.hardware)}")
+
+
+def _memory_table(made: Plan) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("tier")
+    table.add_column("what")
+    table.add_column("bytes", justify="right")
+    for tier in (made.layout.gpu, made.layout.ram, made.layout.disk):
+        if tier is None or not tier.items:
+            continue
+        for number, item in enumerate(tier.items):
+            table.add_row(tier.name if number == 0 else "", item.name, gib(item.bytes))
+        of = "" if tier.capacity is None else f" of {gib(tier.capacity)}"
+        table.add_row("", "together", f"{gib(tier.used)}{of}")
+    return table
+
+
+def _decode_table(made: Plan) -> Table:
+    """Terms of a step by routing, and as it is today."""
+    columns: list[tuple[str, Decode]] = [(d.routing, d) for d in made.decode] + [("today", made.today)]
+    table = Table(box=None, pad_edge=False)
+    table.add_column("a decode step, ms (* at the same time)")
+    for name, _ in columns:
+        table.add_column(name, justify="right")
+    names = list(dict.fromkeys((t.name, t.beside) for _, d in columns for t in d.terms))
+    for name, beside in names:
+        cells = [_cell(d, name, beside) for _, d in columns]
+        table.add_row(f"{name}{' *' if beside else ''}", *cells)
+    table.add_row("step", *(f"{d.step_ms:.2f}" for _, d in columns))
+    table.add_row("hits in GPU memory", *(f"{d.hit_rate:.0%}" for _, d in columns))
+    return table
+
+
+def _cell(found: Decode, name: str, beside: bool) -> str:
+    term: Term | None = next((t for t in found.terms if (t.name, t.beside) == (name, beside)), None)
+    if term is None:
+        return ""
+    return (
+        f"{term.ms:.2f}" if not term.gb_s else f"{term.bytes / 1e9:.2f} GB at {term.gb_s:.0f}  {term.ms:.2f}"
+    )
+
+
+def _alternatives_table(made: Plan) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("instead")
+    for name in ("local", "uniform", "on the GPU", "on disk"):
+        table.add_column(name, justify="right")
+    for a in made.alternatives:
+        if a.local_tok_s is None or a.uniform_tok_s is None:
+            table.add_row(a.change, "does not fit", "", "", "")
+            continue
+        shares = (f"{a.on_gpu:.0%}", f"{a.on_disk:.0%}" if a.on_disk else "")
+        table.add_row(a.change, f"{a.local_tok_s:.1f} tok/s", f"{a.uniform_tok_s:.1f} tok/s", *shares)
+    return table
+
+
+def _basis(hardware: Hardware) -> str:
+    """How much of the profile was measured."""
+    by: dict[str, list[str]] = {}
+    for name, figure in hardware.figures():
+        by.setdefault(figure.basis, []).append(name)
+    words = {"measured": "measured", "sheet": "from data sheets", "estimate": "estimated"}
+    return "figures of the profile: " + "; ".join(
+        f"{words[basis]}: {', '.join(by[basis])}" for basis in words if basis in by
+    )

@@ -1,0 +1,386 @@
+"""A plan: what lies where, how long a step takes, what else is possible, what is not built yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hetero.core import InputError, MachineError
+from hetero.formats import Format, parse_format
+from hetero.plan.hardware import Hardware, hardware_names, load_hardware
+from hetero.plan.inventory import Inventory, Kind
+from hetero.plan.prefill import Prefill, prefill
+from hetero.plan.roofline import Decode, Term, both_rates, decode, today
+from hetero.plan.routing import Routing
+from hetero.plan.sizes import gib
+from hetero.plan.tiers import (
+    CUDA_CONTEXT,
+    DENSE_WIDTH,
+    GIB,
+    GRAPHS,
+    PREFILL_CHUNK,
+    Layout,
+    Request,
+    Tier,
+    activations,
+    all_expert_bytes,
+    dense_bytes,
+    lay_out,
+    sequences_bytes,
+)
+from hetero.rules.defaults import default_rules_for
+from hetero.rules.load import load_rules
+
+DENSE_WORDS = ("auto", *DENSE_WIDTH, "int8")
+SHORT_PROMPT = 512
+_WORTH = 1.1  # what dense layers in 8 bits must gain to be chosen where bfloat16 fits
+_SMALLER = ("int8", "int4")  # formats to fall back to where experts do not fit, in this order
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The same model with one thing changed. ``why``: what keeps it from fitting, None where it fits."""
+
+    change: str
+    local_tok_s: float | None = None
+    uniform_tok_s: float | None = None
+    on_gpu: float = 0.0
+    on_disk: float = 0.0
+    why: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What ``hetero plan`` tells."""
+
+    model: str
+    inventory: Inventory
+    hardware: Hardware
+    request: Request
+    layout: Layout
+    decode: tuple[Decode, ...]  # the bound, by routing
+    today: Decode
+    prefill: tuple[Prefill, ...]  # the bound of a short prompt and of the one asked for, fastest way each
+    ways: tuple[Prefill, ...]  # all ways of the prompt asked for
+    alternatives: tuple[Alternative, ...]
+    not_today: str | None  # why the written rules would not load, None where they would
+    waits: tuple[str, ...]  # what the bound needs that is not built yet
+    warnings: tuple[str, ...]
+
+    @property
+    def dtype(self) -> str:
+        """Dtype that a run gives the dense layers."""
+        return "bfloat16" if self.layout.dense == "int8" else self.layout.dense
+
+
+def check_request(request: Request, inventory: Inventory) -> None:
+    """Raises InputError for numbers that mean nothing."""
+    for name, value, least, most in (
+        ("--ctx", request.context, 1, 1 << 30),
+        ("--concurrency", request.concurrency, 1, 1 << 16),
+        ("--draft", request.draft, 0, 64),
+        ("--prompt", request.prompt, 1, 1 << 30),
+    ):
+        if not least <= value <= most:
+            raise InputError(f"{name} {value}: must be from {least} to {most}")
+    if not 0 <= request.accept <= 1:
+        raise InputError(f"--accept {request.accept:g}: must be from 0 to 1")
+    if request.dense not in DENSE_WORDS:
+        raise InputError(f"--dense {request.dense}: must be one of {', '.join(DENSE_WORDS)}")
+    if inventory.context is not None and request.context > inventory.context:
+        raise InputError(f"--ctx {request.context}: the model attends to at most {inventory.context} tokens")
+    if request.counts:
+        shape = [len(row) for row in request.counts]
+        wanted = [s.spec.num_experts for s in inventory.sites]
+        if shape != wanted:
+            raise InputError(
+                f"counts of {len(shape)} layers with {sorted(set(shape))} experts; the model has "
+                f"{len(wanted)} with {sorted(set(wanted))}"
+            )
+        if any(count < 0 for row in request.counts for count in row):
+            raise InputError("counts of experts must not be negative")
+
+
+def family_format(model_type: str, has_gpu: bool) -> Format:
+    """The format that the rule file of a model's family gives the experts."""
+    variables = load_rules(default_rules_for(model_type, has_gpu)).variables
+    return parse_format(str(variables.get("experts", "int4")))
+
+
+def make_plan(
+    model: str, inventory: Inventory, hardware: Hardware, request: Request, *, any_format: bool = False
+) -> Plan:
+    """Plan a model for a machine. ``any_format``: a smaller format may take the place of the request's.
+
+    Raises InputError for a request that makes no sense, MachineError with needed and available bytes where
+    nothing fits.
+    """
+    check_request(request, inventory)
+    request, layout = _choose(inventory, hardware, request, any_format)
+    routings = [Routing("local"), Routing("uniform")]
+    if request.counts:
+        routings.insert(0, Routing("counts", request.counts))
+    ways = prefill(inventory, hardware, request, layout, request.prompt)
+    short = prefill(inventory, hardware, request, layout, min(SHORT_PROMPT, request.prompt))
+    plan = Plan(
+        model=model,
+        inventory=inventory,
+        hardware=hardware,
+        request=request,
+        layout=layout,
+        decode=tuple(decode(inventory, hardware, request, layout, r) for r in routings),
+        today=today(inventory, hardware, request, layout),
+        prefill=(short[0], ways[0]) if request.prompt > SHORT_PROMPT else (ways[0],),
+        ways=tuple(ways),
+        alternatives=(),
+        not_today=_not_today(inventory, hardware, request, layout),
+        waits=tuple(_waits(hardware, request, layout)),
+        warnings=tuple(_warnings(inventory, hardware, request, layout)),
+    )
+    return replace(plan, alternatives=tuple(_alternatives(plan)))
+
+
+def _choose(
+    inventory: Inventory, hardware: Hardware, request: Request, any_format: bool
+) -> tuple[Request, Layout]:
+    """The request with its format decided, and the layout: the first that keeps experts off the disk, else
+    the one with the fewest there."""
+    formats = [request.expert_format]
+    if any_format:
+        bits = request.expert_format.bits_per_weight
+        formats += [f for f in map(parse_format, _SMALLER) if f.bits_per_weight < bits]
+    best: tuple[Request, Layout] | None = None
+    failure: MachineError | None = None
+    for fmt in formats:
+        asked = replace(request, expert_format=fmt)
+        for layout in _layouts(inventory, hardware, asked):
+            if isinstance(layout, MachineError):
+                failure = layout  # the last one tried needs the least
+                continue
+            if layout.on_disk <= 0:
+                return asked, layout
+            if best is None or layout.on_disk < best[1].on_disk:
+                best = asked, layout
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best
+
+
+def _layouts(inventory: Inventory, hardware: Hardware, request: Request) -> Iterator[Layout | MachineError]:
+    """Layouts in order of preference, and errors of those that do not fit."""
+    if request.dense != "auto":
+        words: Sequence[str] = (request.dense,)
+    elif request.vram == 0 or hardware.gpu is None:
+        words = ("float32", "bfloat16")
+    else:
+        words = ("bfloat16", "int8")
+    found: list[Layout] = []
+    for word in words:
+        try:
+            found.append(lay_out(inventory, hardware, request, word))
+        except MachineError as error:
+            yield error
+    if request.dense == "auto" and [layout.dense for layout in found] == ["bfloat16", "int8"]:
+        local = Routing("local")
+        wide, narrow = (decode(inventory, hardware, request, layout, local) for layout in found)
+        if narrow.tok_s > _WORTH * wide.tok_s:
+            found.reverse()
+    yield from found
+
+
+def _not_today(inventory: Inventory, hardware: Hardware, request: Request, layout: Layout) -> str | None:
+    """Why a run with today's operators would be refused: dense layers in bfloat16 at least, all experts and
+    tables in main memory."""
+    dtype = "bfloat16" if layout.dense == "int8" else layout.dense
+    if layout.gpu is not None:
+        gpu = Tier(layout.gpu.name, layout.gpu.capacity)
+        gpu.add("CUDA context", CUDA_CONTEXT)
+        gpu.add("workspace", GRAPHS + activations(inventory, PREFILL_CHUNK, 2))
+        gpu.add(f"dense layers ({dtype})", dense_bytes(inventory, dtype))
+        gpu.add("keys, values and states", sequences_bytes(inventory, request, 2))
+        if message := _shortage(gpu):
+            return message
+    ram = Tier(layout.ram.name, layout.ram.capacity)
+    for item in layout.ram.items:
+        if item.name not in ("experts", "n-gram table"):
+            ram.add(item.name, item.bytes)
+    ram.add("experts", all_expert_bytes(inventory, request.expert_format))
+    ram.add("n-gram table", DENSE_WIDTH[dtype] * inventory.of(Kind.TABLE))
+    return _shortage(ram)
+
+
+def _shortage(tier: Tier) -> str | None:
+    try:
+        tier.require("a run today", "see what is not built yet")
+    except MachineError as error:
+        return str(error).rpartition("; ")[0]
+    return None
+
+
+def _waits(hardware: Hardware, request: Request, layout: Layout) -> Iterator[str]:
+    """What the bound takes for granted and today's operators lack."""
+    if layout.gpu is None:
+        if request.draft:
+            yield "drafts: no speculative decoding yet"
+    else:
+        if layout.slots:
+            yield f"the cache of {layout.slots} experts in GPU memory: all experts run on the CPU"
+        if both_rates(hardware)[1]:
+            yield "the PCIe share of the experts: the CPU computes all of them"
+        yield "fused operators in one CUDA graph: transformers' modules run one by one"
+        yield "the hand-off inside the graph: activations are copied, and waited for, in every layer"
+        if layout.dense == "int8":
+            yield "dense layers in 8 bits on the GPU: they are held in bfloat16"
+        if request.draft:
+            yield "drafts: no speculative decoding yet"
+    if layout.table == "disk":
+        yield "the n-gram table on disk: it is loaded into main memory"
+    if layout.on_disk > 0:
+        yield "experts on disk: all of them are loaded into main memory"
+
+
+def _warnings(inventory: Inventory, hardware: Hardware, request: Request, layout: Layout) -> Iterator[str]:
+    yield from inventory.notes
+    if layout.on_disk > 0:
+        where = "the disk" if hardware.disk is not None else "a disk whose speed the profile does not tell"
+        yield (
+            f"{layout.on_disk:.0%} of the experts do not fit memory: a token that chooses one waits for "
+            f"{where}; a faster disk, more memory or a smaller --format helps"
+        )
+    if not inventory.sites:
+        yield "the model has no routed experts: nothing but the dense layers is planned"
+    if request.vram and hardware.gpu and request.vram > hardware.gpu.bytes:
+        yield f"--vram {gib(request.vram)} is more than the {gib(hardware.gpu.bytes)} of {hardware.gpu.name}"
+    if request.counts:
+        yield "hits by measured counts are of a fixed list on its own data: other prompts hit less often"
+
+
+def _alternatives(plan: Plan) -> Iterator[Alternative]:
+    request, hardware = plan.request, plan.hardware
+    for fmt in map(parse_format, ("int4", "int8")):
+        if str(fmt) != str(request.expert_format):
+            yield _alternative(plan, f"experts in {fmt}", hardware, replace(request, expert_format=fmt))
+    ram = (hardware.ram.bytes if request.ram is None else request.ram) * 2
+    bigger = hardware.model_copy(update={"ram": hardware.ram.model_copy(update={"bytes": ram})})
+    more = replace(request, ram=None if request.ram is None else ram)
+    yield _alternative(plan, f"{gib(ram)} of main memory", bigger, more)
+    if plan.layout.gpu is not None and hardware.gpu is not None:
+        for change in (8 * GIB, -8 * GIB):
+            vram = (plan.layout.gpu.capacity or 0) + change
+            if vram >= 4 * GIB:
+                yield _alternative(plan, f"{gib(vram)} of GPU memory", hardware, replace(request, vram=vram))
+        yield _alternative(plan, "no GPU", hardware, replace(request, vram=0, dense="auto"))
+    for name in hardware_names():
+        other = load_hardware(name)
+        # Another machine brings its own memory; a cap of this one would say nothing about it.
+        if other.gpu is not None and name != hardware.name:
+            card = replace(request, vram=None, ram=None)
+            yield _alternative(plan, f"on {name}", other, card)
+    if not request.draft and plan.layout.gpu is not None:
+        drafted = replace(request, draft=3)
+        yield _alternative(plan, f"3 drafted tokens, {request.accept:.0%} right each", hardware, drafted)
+
+
+def _alternative(plan: Plan, change: str, hardware: Hardware, request: Request) -> Alternative:
+    try:
+        request, layout = _choose(plan.inventory, hardware, request, False)
+    except (MachineError, InputError) as error:
+        return Alternative(change, why=str(error))
+    rates = [
+        decode(plan.inventory, hardware, request, layout, Routing(name)).tok_s
+        for name in ("local", "uniform")
+    ]
+    return Alternative(change, rates[0], rates[1], layout.on_gpu, layout.on_disk)
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON; ``docs/plan.md`` explains the fields."""
+    layout, inventory = plan.layout, plan.inventory
+    return {
+        "kind": "hetero-plan",
+        "version": _VERSION,
+        "model": plan.model,
+        "model_type": inventory.model_type,
+        "hardware": plan.hardware.name,
+        "figures": {
+            name: {"value": f.value, "basis": f.basis, "source": f.source}
+            for name, f in plan.hardware.figures()
+        },
+        "request": {
+            "vram": plan.request.vram,
+            "ram": plan.request.ram,
+            "ctx": plan.request.context,
+            "concurrency": plan.request.concurrency,
+            "draft": plan.request.draft,
+            "accept": plan.request.accept,
+            "format": str(plan.request.expert_format),
+            "prompt": plan.request.prompt,
+        },
+        "parameters": {
+            "total": inventory.params,
+            "active": inventory.active_params,
+            "by_kind": inventory.by_kind(),
+        },
+        "dense": layout.dense,
+        "tiers": [_tier(t) for t in (layout.gpu, layout.ram, layout.disk) if t is not None],
+        "experts": {
+            "bytes": layout.expert_bytes,
+            "gpu_share": layout.on_gpu,
+            "ram_share": layout.in_ram,
+            "disk_share": layout.on_disk,
+            "slots": layout.slots,
+            "copies_in_ram": layout.copies,
+        },
+        "decode": [_decode(d) for d in plan.decode],
+        "today": _decode(plan.today),
+        "loads_today": plan.not_today is None,
+        "not_today": plan.not_today,
+        "prefill": [_prefill(p) for p in plan.prefill],
+        "prefill_ways": [_prefill(p) for p in plan.ways],
+        "alternatives": [
+            {
+                "change": a.change,
+                "local_tok_s": a.local_tok_s,
+                "uniform_tok_s": a.uniform_tok_s,
+                "gpu_share": a.on_gpu,
+                "disk_share": a.on_disk,
+                "why_not": a.why,
+            }
+            for a in plan.alternatives
+        ],
+        "waits": list(plan.waits),
+        "warnings": list(plan.warnings),
+    }
+
+
+def _tier(tier: Tier) -> dict[str, Any]:
+    return {
+        "name": tier.name,
+        "capacity": tier.capacity,
+        "used": tier.used,
+        "items": [{"name": item.name, "bytes": item.bytes} for item in tier.items],
+    }
+
+
+def _decode(found: Decode) -> dict[str, Any]:
+    return {
+        "routing": found.routing,
+        "hit_rate": found.hit_rate,
+        "step_ms": found.step_ms,
+        "tokens_per_step": found.tokens,
+        "tok_s": found.tok_s,
+        "binds": found.binds,
+        "terms": [_term(t) for t in found.terms],
+    }
+
+
+def _prefill(found: Prefill) -> dict[str, Any]:
+    terms = [_term(t) for t in found.terms]
+    return {"tokens": found.tokens, "way": found.way, "ms": found.ms, "tok_s": found.tok_s, "terms": terms}
+
+
+def _term(term: Term) -> Mapping[str, Any]:
+    return {"name": term.name, "ms": term.ms, "bytes": term.bytes, "gb_s": term.gb_s, "beside": term.beside}

@@ -1,0 +1,231 @@
+"""What lies where: GPU memory, main memory, disk, each item with its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hetero.core import ExpertSpec, InputError, MachineError
+from hetero.formats import Format, expert_bytes, parse_format
+from hetero.plan.hardware import Hardware
+from hetero.plan.inventory import Inventory, Kind
+from hetero.plan.kv import sequence_bytes
+from hetero.plan.sizes import gib
+
+GIB, MIB = 2**30, 2**20
+CUDA_CONTEXT = 512 * MIB
+GRAPHS = 320 * MIB  # a decode graph each for 1, 2, 4, 8 and 16 rows
+STAGING = 512 * MIB  # of experts on their way to the GPU, twice a quarter of a GiB
+PROCESS = 640 * MIB  # interpreter, torch, tokenizer and the tree, before a weight
+CUDA_HOST = 768 * MIB  # what CUDA's libraries take of main memory besides
+EXPERT_WORKSPACE = 256 * MIB  # of a step of the CPU's experts at most
+SYSTEM = 2 * GIB  # of a whole machine's memory, for everything else on it
+PREFILL_CHUNK = 512
+LEAST_RESIDENT = 0.1  # of the experts that must lie in memory; with fewer, every token waits for the disk
+DENSE_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+EIGHT_BITS = parse_format("int8")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked of a plan. Sizes in bytes; None: what the hardware has."""
+
+    expert_format: Format
+    vram: int | None = None
+    ram: int | None = None
+    context: int = 4096
+    concurrency: int = 1
+    draft: int = 0  # tokens that are drafted for each step
+    accept: float = 0.7  # chance that a drafted token is right, given those before
+    dense: str = "auto"  # of dense layers: auto, bfloat16, float32, float16 or int8
+    prompt: int = 8192  # tokens of the prompt that prefill is told for
+    counts: tuple[tuple[float, ...], ...] = ()  # [layers][experts], how often each was chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something that takes memory."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(slots=True)
+class Tier:
+    """A place with room for ``capacity`` bytes; None: as much as it takes."""
+
+    name: str
+    capacity: int | None
+    items: list[Item] = field(default_factory=list)
+
+    def add(self, name: str, size: int) -> None:
+        if size:
+            self.items.append(Item(name, size))
+
+    @property
+    def used(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+    @property
+    def free(self) -> int:
+        return (self.capacity or 0) - self.used
+
+    def require(self, what: str, advice: str) -> None:
+        """Raises MachineError, with every item, where more is used than there is."""
+        if self.capacity is None or self.used <= self.capacity:
+            return
+        parts = ", ".join(f"{item.name} {gib(item.bytes)}" for item in self.items)
+        raise MachineError(
+            f"{what} needs {gib(self.used)} of {self.name} ({parts}); {gib(self.capacity)} is available"
+            f" ({self.used} > {self.capacity} bytes); {advice}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything lies. ``gpu`` is None on a plan without one."""
+
+    gpu: Tier | None
+    ram: Tier
+    disk: Tier
+    dense: str  # bfloat16, float16, float32 or int8
+    expert_bytes: int  # of all experts
+    on_gpu: float  # shares of the experts
+    in_ram: float
+    copies: bool  # experts on the GPU lie in main memory too
+    slots: int  # experts that the GPU holds
+    table: str  # where the n-gram table is: "", "ram" or "disk"
+
+    @property
+    def on_disk(self) -> float:
+        """Share of the experts that neither the GPU nor main memory holds."""
+        resident = self.in_ram if self.copies else self.in_ram + self.on_gpu
+        return max(0.0, round(1.0 - resident, 9))
+
+
+def all_expert_bytes(inventory: Inventory, fmt: Format) -> int:
+    """Bytes of all routed experts, packed."""
+    return sum(s.spec.num_experts * one_expert_bytes(s.spec, fmt) for s in inventory.sites)
+
+
+def one_expert_bytes(spec: ExpertSpec, fmt: Format) -> int:
+    """Bytes of one packed expert of a block."""
+    return expert_bytes(fmt, spec.hidden, spec.intermediate, has_gate=spec.has_gate, has_bias=spec.has_bias)
+
+
+def dense_bytes(inventory: Inventory, dtype: str) -> int:
+    """Bytes of dense weights: a dtype, or ``int8``: matrices of linear layers in int8 g32, the rest in
+    bfloat16."""
+    if dtype != "int8":
+        return inventory.dense_params * DENSE_WIDTH[dtype]
+    rest = inventory.dense_params - inventory.matrix_params
+    return int(inventory.matrix_params * EIGHT_BITS.bits_per_weight / 8) + 2 * rest
+
+
+def value_width(dtype: str) -> int:
+    """Bytes of a value of activations, keys and values beside dense layers of this dtype."""
+    return 2 if dtype == "int8" else DENSE_WIDTH[dtype]
+
+
+def lay_out(inventory: Inventory, hardware: Hardware, request: Request, dense: str) -> Layout:
+    """Place a model with dense layers in ``dtype``. Raises MachineError with needed and available bytes."""
+    vram = _vram(hardware, request)
+    ram = Tier("main memory", hardware.ram.bytes if request.ram is None else request.ram)
+    ram.add("process", PROCESS + (CUDA_HOST if vram else 0))
+    if request.ram is None:
+        ram.add("system", SYSTEM)
+    disk = Tier("disk", None)
+    weights, kept = dense_bytes(inventory, dense), sequences_bytes(inventory, request, value_width(dense))
+    experts = all_expert_bytes(inventory, request.expert_format)
+    count = sum(s.spec.num_experts for s in inventory.sites)
+    gpu: Tier | None = None
+    slots, on_gpu = 0, 0.0
+    if vram:
+        gpu = Tier("GPU memory", vram)
+        gpu.add("CUDA context", CUDA_CONTEXT)
+        gpu.add("workspace and graphs", GRAPHS + activations(inventory, PREFILL_CHUNK, value_width(dense)))
+        gpu.add(f"dense layers ({dense})", weights)
+        gpu.add("keys, values and states", kept)
+        gpu.require(
+            "the plan",
+            "a smaller --ctx or --concurrency, "
+            + ("" if dense == "int8" else "dense layers in 8 bits (--dense int8), ")
+            + "or --vram 0 for the CPU alone",
+        )
+        if count and gpu.free > STAGING:
+            slots = min(count, int((gpu.free - STAGING) // (experts / count)))
+        if slots:
+            gpu.add("staging of experts", STAGING)
+            gpu.add(f"hot experts ({slots} of {count})", int(slots * experts / count))
+            on_gpu = slots / count
+    else:
+        ram.add(f"dense layers ({dense})", weights)
+        ram.add("keys, values and states", kept)
+    ram.add("workspace", EXPERT_WORKSPACE + (0 if vram else activations(inventory, PREFILL_CHUNK, 4)))
+    ram.require("the plan", "a smaller --ctx or --concurrency, or dense layers in bfloat16")
+    in_ram, copies = _experts_in_ram(ram, disk, experts, on_gpu)
+    table = _place_table(inventory, ram, disk, value_width(dense))
+    return Layout(gpu, ram, disk, dense, experts, on_gpu, in_ram, copies, slots, table)
+
+
+def _vram(hardware: Hardware, request: Request) -> int:
+    """Bytes of GPU memory that may be used. Raises InputError where there is no GPU to have them."""
+    if request.vram is None:
+        return hardware.gpu.bytes if hardware.gpu else 0
+    if request.vram and hardware.gpu is None:
+        raise InputError(f"--vram: {hardware.name} has no GPU; another --hardware has one")
+    return request.vram
+
+
+def sequences_bytes(inventory: Inventory, request: Request, width: int) -> int:
+    """Bytes of what all running sequences keep, drafted tokens included."""
+    tokens = request.context + request.draft
+    return request.concurrency * sequence_bytes(inventory.states, tokens, width)
+
+
+def activations(inventory: Inventory, tokens: int, width: int) -> int:
+    """Bytes of a forward pass beside its weights, about: a dozen tensors of the widest projection a token,
+    and one row of logits in float32."""
+    widest = max(
+        (w.shape[0] for w in inventory.weights if w.matrix and w.layer is not None and w.shape), default=0
+    )
+    widest = max(widest, 4 * inventory.hidden)
+    return 12 * tokens * widest * width + 8 * inventory.vocabulary
+
+
+def _experts_in_ram(ram: Tier, disk: Tier, experts: int, on_gpu: float) -> tuple[float, bool]:
+    """Share of the experts in main memory, and whether those of the GPU lie there too.
+
+    All of them where there is room, so that a cache on the GPU may change without traffic back; else those
+    that the GPU lacks. The rest stays on disk.
+    """
+    if not experts:
+        return 1.0, True
+    room = max(0, ram.free)
+    if experts <= room:
+        ram.add("experts", experts)
+        return 1.0, True
+    elsewhere = int(experts * (1 - on_gpu))
+    held = min(elsewhere, room)
+    share = 1.0 - on_gpu if held == elsewhere else held / experts
+    if share + on_gpu < LEAST_RESIDENT:
+        needed = ram.used + int(experts * (LEAST_RESIDENT - on_gpu))
+        raise MachineError(
+            f"the plan needs {gib(needed)} of main memory with a tenth of its experts ({gib(experts)}); "
+            f"{gib(ram.capacity or 0)} is available ({needed} > {ram.capacity} bytes); a smaller --format or "
+            "more memory"
+        )
+    ram.add("experts", held)
+    disk.add("experts", elsewhere - held)
+    return share, False
+
+
+def _place_table(inventory: Inventory, ram: Tier, disk: Tier, width: int) -> str:
+    """The n-gram table where it fits: in main memory in the dense layers' dtype, on disk in bfloat16."""
+    count = inventory.of(Kind.TABLE)
+    if not count:
+        return ""
+    if width * count <= ram.free:
+        ram.add("n-gram table", width * count)
+        return "ram"
+    disk.add("n-gram table", 2 * count)
+    return "disk"

@@ -1,0 +1,190 @@
+"""``hetero plan``: what it prints and writes, its refusals, and that torch stays out of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hetero import cli
+from hetero.core import InputError
+from hetero.model.shapes import shape_names
+from hetero.plan.sizes import gib, parse_size
+from hetero.rules.explain import explain, totals
+from hetero.rules.load import load_rules
+from hetero.rules.matching import match
+from tests.plan.example import machine, shape
+
+FLAGSHIP = "synthetic:qwen3.8-flash-next-125b"
+
+
+def call(*args: object) -> Result:
+    return CliRunner().invoke(cli.app, ["plan", *map(str, args)])
+
+
+def refused(code: int, *args: object) -> str:
+    result = call(*args)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return " ".join(result.output.split())
+
+
+@pytest.fixture(autouse=True)
+def no_measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
+
+
+def test_shipped_shapes_are_planned_without_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom hetero.cli import app\n"
+        "ways = (['--hardware', 'rtx4090-7950x', '--ram', '512GiB', '--write', sys.argv[1]],\n"
+        "        ['--hardware', 'cpu-epyc9354', '--ram', '2TiB', '--json'], ['--ram', '2TiB'])\n"
+        f"for number, name in enumerate({shape_names()!r}):\n"
+        "    app(['plan', f'synthetic:{name}', *ways[number % 3]], standalone_mode=False)\n"
+        "loaded = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "rules.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
+
+
+def test_the_text_says_what_where_and_how_fast() -> None:
+    result = call(FLAGSHIP, "--hardware", "rtx4090-7950x", "--vram", "24GiB")
+    assert result.exit_code == 0
+    for words in (
+        "176.9 billion weights, 6.67 billion a token",
+        "hot experts (",
+        "n-gram table",
+        "experts, PCIe *",
+        "bound, local routing:",
+        "bound, uniform routing:",
+        "today:",
+        "prefill of 512 tokens:",
+        "experts in int8 g32",
+        "the bound needs what is not built yet:",
+        "the rules as they can be written now do not fit:",
+        "from data sheets: ",
+    ):
+        assert words in result.output, words
+
+
+def test_json_and_files(tmp_path: Path) -> None:
+    profile = tmp_path / "paper.json"
+    profile.write_text(machine().model_dump_json(exclude_none=True))
+    counts = tmp_path / "counts.json"
+    counts.write_text(json.dumps([[1] * 128] * 48))
+    result = call(
+        "synthetic:qwen3-30b-a3b", "--hardware", profile, "--counts", counts, "--json", "--draft", 2
+    )
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.output)
+    assert (told["kind"], told["hardware"], told["request"]["draft"]) == ("hetero-plan", "paper", 2)
+    assert [d["routing"] for d in told["decode"]] == ["counts", "local", "uniform"]
+
+
+@pytest.mark.parametrize("name", shape_names())
+@pytest.mark.parametrize("hardware", ["rtx4090-7950x", "cpu-epyc9354"])
+def test_written_rules_are_accepted(name: str, hardware: str, tmp_path: Path) -> None:
+    import torch
+
+    from hetero.model.build import build_meta, describe
+    from hetero.model.config import load_config
+
+    file = tmp_path / "rules.yaml"
+    written = call(f"synthetic:{name}", "--hardware", hardware, "--ram", "768GiB", "--write", file, "--json")
+    told = json.loads(written.stdout)
+    modules = describe(build_meta(load_config(shape(name)), torch.float32))
+    rules = load_rules(file)
+    devices = ("cpu", "cuda:0") if hardware.startswith("rtx") else ("cpu",)
+    placed = match(rules, modules, devices=devices, model_type=told["model_type"])
+    assert placed.notes == ()
+    assert str(rules.variables["experts"]) == told["request"]["format"]
+    dtype = "bfloat16" if told["dense"] == "int8" else told["dense"]
+    found = totals(explain(placed, modules, dtype))
+    items = {item["name"]: item["bytes"] for tier in told["tiers"] for item in tier["items"]}
+    assert found["cpu"] >= told["experts"]["bytes"]
+    if devices == ("cpu",):
+        dense = items[f"dense layers ({dtype})"]
+        assert found["cpu"] == dense + items["experts"] + items.get("n-gram table", 0)
+    else:
+        assert items.get(f"dense layers ({dtype})", 0) in (0, found["cuda:0"])
+
+
+def test_rules_check_takes_the_written_file(tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    assert call(FLAGSHIP, "--hardware", "rtx4090-7950x", "--write", file).exit_code == 0
+    checked = CliRunner().invoke(cli.app, ["rules", "check", str(file), FLAGSHIP, "--devices", "cpu,cuda:0"])
+    assert checked.exit_code == 0, checked.output
+    assert max(map(len, file.read_text().splitlines())) <= 110
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--vram", "24GX"), "--vram 24GX: is no size; write 24GiB"),
+        (("--vram", "24"), "--vram 24: is no size; a unit is missing"),
+        (("--ram", "-3GiB"), "--ram -3GiB: is no size"),
+        (("--hardware", "rtx4090"), "did you mean rtx4090-7950x"),
+        (("--hardware", "no-such.json"), "neither a file nor a shipped profile"),
+        (("--ctx", "-1"), "--ctx -1: must be from 1"),
+        (("--format", "int5"), "unknown weight format 'int5'"),
+        (("--dense", "int4"), "--dense int4: must be one of"),
+        (("--counts", "no-such.json"), "--counts no-such.json: cannot be read"),
+        (("--write", "/no/such/folder/rules.yaml"), "--write /no/such/folder/rules.yaml: cannot be written"),
+    ],
+)
+def test_wrong_options(args: tuple[str, ...], message: str) -> None:
+    given = args if "--hardware" in args else ("--hardware", "rtx4090-7950x", *args)
+    assert message in refused(2, FLAGSHIP, *given)
+
+
+def test_unknown_models() -> None:
+    assert "did you mean" in refused(2, "synthetic:qwen3-30b", "--hardware", "rtx4090-7950x")
+
+
+def test_what_does_not_fit_exits_with_3() -> None:
+    told = refused(3, FLAGSHIP, "--hardware", "rtx4090-7950x", "--vram", "4GiB")
+    assert "GiB of GPU memory" in told
+    assert "4.0 GiB is available" in told
+    told = refused(3, FLAGSHIP, "--hardware", "rtx4090-7950x", "--ram", "1GiB")
+    assert "1.0 GiB is available" in told
+
+
+def test_counts_that_are_none(tmp_path: Path) -> None:
+    for text, words in (("{", "not valid JSON"), ("[]", "must be a list"), ('[["a"]]', "must be a list")):
+        file = tmp_path / "counts.json"
+        file.write_text(text)
+        assert words in refused(2, FLAGSHIP, "--hardware", "rtx4090-7950x", "--counts", file)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 << 30),
+        ("24G", 24 << 30),
+        ("24GB", 24 * 10**9),
+        ("24gb", 24 * 10**9),
+        ("1.5TiB", 3 << 39),
+        ("512 MiB", 512 << 20),
+        ("77b", 77),
+        ("0", 0),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text, "--x") == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "24QiB", "1e3GiB", "inf", "nan", "٣GiB", "9" * 40 + "GiB"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(InputError, match=r"--x .*is no size"):
+        parse_size(text, "--x")
+
+
+def test_sizes_for_people() -> None:
+    assert gib(3 << 29) == "1.5 GiB"
+    assert gib(1 << 20) == "1.0 MiB"
