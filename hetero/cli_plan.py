@@ -15,11 +15,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hetero import terminal
+from hetero import stats, terminal
 from hetero.core import InputError
 from hetero.formats import parse_format
 from hetero.hw import memory
-from hetero.model.shapes import resolve_model
+from hetero.model.shapes import ModelRef, resolve_model
 from hetero.plan import families
 from hetero.plan.hardware import Hardware, load_hardware
 from hetero.plan.inventory import Inventory, from_modules
@@ -58,7 +58,10 @@ def plan(
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt for prefill.")] = 8192,
     counts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSON [layers][experts]: how often each expert was chosen."),
+        typer.Option(
+            metavar="FILE",
+            help="JSON [layers][experts]: how often each was chosen. Default: kept statistics.",
+        ),
     ] = None,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rule file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -79,6 +82,8 @@ def plan(
     )
     found = resolve_model(model)
     inventory = take_inventory(found.config)
+    if counts is None:
+        request = replace(request, counts=used_counts(found, inventory))
     if format_ is None:
         has_gpu = machine.gpu is not None and request.vram != 0
         request = replace(request, expert_format=family_format(inventory.model_type, has_gpu))
@@ -126,6 +131,17 @@ def read_counts(path: Path) -> tuple[tuple[float, ...], ...]:
     if not isinstance(rows, list) or not rows or not all(_is_row(row) for row in rows):
         raise InputError(f"--counts {path}: must be a list of layers, each a list of numbers")
     return tuple(tuple(float(c) for c in row) for row in rows)
+
+
+def used_counts(model: ModelRef, inventory: Inventory) -> tuple[tuple[float, ...], ...]:
+    """How often experts were chosen in earlier runs of this model; () where nothing is kept."""
+    kept = stats.load(model.name, stats.config_hash(model.config))
+    if kept is None:
+        return ()
+    rows = [kept.layers.get(site.layer, ()) if site.layer is not None else () for site in inventory.sites]
+    if any(len(row) != site.spec.num_experts for row, site in zip(rows, inventory.sites, strict=True)):
+        return ()
+    return tuple(tuple(float(count) for count in row) for row in rows)
 
 
 def _is_row(row: object) -> bool:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from hetero import cli
+from hetero import cli, stats
 from hetero.core import InputError
-from hetero.model.shapes import shape_names
+from hetero.model.shapes import resolve_model, shape_names
 from hetero.plan.sizes import gib, parse_size
 from hetero.rules.explain import explain, totals
 from hetero.rules.load import load_rules
@@ -160,6 +160,16 @@ def test_counts_that_are_none(tmp_path: Path) -> None:
         file = tmp_path / "counts.json"
         file.write_text(text)
         assert words in refused(2, FLAGSHIP, "--hardware", "rtx4090-7950x", "--counts", file)
+
+
+def test_kept_statistics_are_taken() -> None:
+    model = resolve_model("synthetic:qwen3-30b-a3b")
+    used = {layer: [100.0] * 13 + [1.0] * 115 for layer in range(48)}
+    stats.add(model.name, stats.config_hash(model.config), used)
+    args = ("synthetic:qwen3-30b-a3b", "--hardware", "rtx4090-7950x", "--vram", "6GiB", "--json")
+    told = json.loads(call(*args).output)
+    assert [d["routing"] for d in told["decode"]] == ["counts", "local", "uniform"]
+    assert told["decode"][0]["hit_rate"] > told["decode"][2]["hit_rate"] + 0.3
 
 
 @pytest.mark.parametrize(
