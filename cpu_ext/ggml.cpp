@@ -25,7 +25,9 @@ inline float half_to_float(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, rest = half & 0x7fffu;
   const uint32_t subnormal = float_to_bits(static_cast<float>(static_cast<int32_t>(rest)) * 0x1p-24f);
   const uint32_t normal = (rest << 13) + ((rest < 0x7c00u ? 112u : 224u) << 23);
-  return bits_to_float(sign | (rest < 0x400u ? subnormal : normal));
+  // A mask rather than a choice: the compiler would not do a multiplication that may not be wanted.
+  const uint32_t mask = rest < 0x400u ? ~0u : 0u;
+  return bits_to_float(sign | (subnormal & mask) | (normal & ~mask));
 }
 
 template <class T>
@@ -93,11 +95,19 @@ struct Q4_1 : Type<3, 32, 20, 32, kHalfMin> {
   }
 };
 
+// Bytes of which byte i holds `flag`, a power of two, where bit i of eight is set.
+HETERO_INLINE uint64_t spread_bits(uint32_t eight, int flag) {
+  const uint64_t bits = eight * kEachByte & 0x8040201008040201u;
+  return ((bits + 0x7f * kEachByte) >> 7 & kEachByte) * static_cast<uint64_t>(flag);
+}
+
 // Nibbles with a fifth bit each, from 32 bits.
 HETERO_INLINE void five_bits(const uint8_t* high, const uint8_t* low, int add, uint8_t* codes) {
-  const uint32_t bits = load<uint32_t>(high);
-  nibbles(low, 16, codes);
-  for (int i = 0; i < 32; i++) codes[i] = static_cast<uint8_t>(codes[i] + ((bits >> i & 1u) << 4) + add);
+  for (int i = 0; i < 4; i++) {
+    const uint64_t four = load<uint64_t>(low + i % 2 * 8) >> i / 2 * 4 & 15 * kEachByte;
+    const uint64_t eight = (four | spread_bits(high[i], 16)) + static_cast<uint64_t>(add) * kEachByte;
+    memcpy(codes + 8 * i, &eight, 8);
+  }
 }
 struct Q5_0 : Type<6, 32, 22, 32, kHalf, 128> {
   static constexpr const char* kName = "Q5_0";
@@ -141,11 +151,13 @@ struct Q3_K : Type<11, 256, 110, 16, kSigned, 8> {
   static constexpr const char* kName = "Q3_K";
   static HETERO_INLINE void decode(const uint8_t* b, const uint64_t*, uint8_t* codes, uint8_t* scales,
                                    uint8_t* extra) {
-    bit_pairs(b + 32, codes);
     // The mask's bit says that 4 is not to be subtracted.
-    for (int j = 0; j < 8; j++)
-      for (int i = 0; i < 32; i++)
-        codes[32 * j + i] = static_cast<uint8_t>(codes[32 * j + i] + 4 + (b[i] >> j & 1) * 4);
+    for (int half = 0; half < 2; half++)
+      for (int j = 0; j < 4; j++)
+        for (int i = 0; i < 32; i++) {
+          const int low = b[32 + 32 * half + i] >> 2 * j & 3, mask = b[i] >> (4 * half + j) & 1;
+          codes[128 * half + 32 * j + i] = static_cast<uint8_t>(low + 4 + mask * 4);
+        }
     const uint8_t *low = b + 96, *high = low + 8;
     for (int g = 0; g < 16; g++) {
       const int scale = (low[g % 8] >> g / 8 * 4 & 15) | (high[g % 4] >> g / 4 * 2 & 3) << 4;
@@ -226,8 +238,11 @@ struct IQ4_XS : Type<23, 256, 136, 32, kSigned> {
 
 // E2M1 has two zeros; here both are the positive one.
 HETERO_INLINE void e2m1(const uint8_t* from, int count, uint8_t* codes) {
-  nibbles(from, count, codes);
-  for (int i = 0; i < 2 * count; i++) codes[i] = codes[i] == 8 ? 0 : codes[i];
+  auto one_zero = [](int code) { return static_cast<uint8_t>(code == 8 ? 0 : code); };
+  for (int i = 0; i < count; i++) {
+    codes[i] = one_zero(from[i] & 15);
+    codes[count + i] = one_zero(from[i] >> 4);
+  }
 }
 struct MXFP4 : Type<39, 32, 17, 32, kE8m0> {
   static constexpr const char* kName = "MXFP4";
@@ -282,8 +297,7 @@ struct TQ2_0 : Type<35, 256, 66, 128, kHalf, 8> {
 
 // Eight codes of a grid, whose bit 3 is set where the bit of `signs` is.
 HETERO_INLINE void store_signed(uint64_t places, uint32_t signs, uint8_t* codes) {
-  const uint64_t bits = signs * kEachByte & 0x8040201008040201u;
-  const uint64_t eight = places | ((bits + 0x7f * kEachByte) >> 4 & 8 * kEachByte);
+  const uint64_t eight = places | spread_bits(signs, 8);
   memcpy(codes, &eight, 8);
 }
 // The eighth sign of seven makes their number even.
@@ -314,11 +328,13 @@ struct IQ2_XS : Type<17, 256, 74, 16, kUnsigned, 0, 512, 8> {
   static HETERO_INLINE void decode(const uint8_t* b, const uint64_t* grid, uint8_t* codes, uint8_t* scales,
                                    uint8_t* extra) {
     memcpy(extra, b, 2);
-    for (int i = 0; i < 32; i++) {
-      const uint32_t q = load<uint16_t>(b + 2 + 2 * i);
-      store_signed(grid[static_cast<int>(q & 511u)], eight_signs(q >> 9), codes + 8 * i);
+    for (int g = 0; g < 16; g++) {
+      for (int i = 0; i < 2; i++) {
+        const uint32_t q = load<uint16_t>(b + 2 + 4 * g + 2 * i);
+        store_signed(grid[q & 511u], eight_signs(q >> 9), codes + 16 * g + 8 * i);
+      }
+      scales[g] = odd(b[66 + g / 2] >> g % 2 * 4 & 15u);
     }
-    for (int g = 0; g < 16; g++) scales[g] = odd(b[66 + g / 2] >> g % 2 * 4 & 15u);
   }
 };
 struct IQ2_S : Type<22, 256, 82, 16, kUnsigned, 0, 1024, 8> {
@@ -327,9 +343,13 @@ struct IQ2_S : Type<22, 256, 82, 16, kUnsigned, 0, 1024, 8> {
                                    uint8_t* extra) {
     memcpy(extra, b, 2);
     const uint8_t *rows = b + 2, *signs = b + 34, *high = b + 66;
-    for (int i = 0; i < 32; i++)
-      store_signed(grid[rows[i] | (high[i / 4] >> i % 4 * 2 & 3) << 8], signs[i], codes + 8 * i);
-    for (int g = 0; g < 16; g++) scales[g] = odd(b[74 + g / 2] >> g % 2 * 4 & 15u);
+    for (int g = 0; g < 8; g++) {
+      for (int i = 0; i < 4; i++)
+        store_signed(grid[rows[4 * g + i] | (high[g] >> 2 * i & 3) << 8], signs[4 * g + i],
+                     codes + 32 * g + 8 * i);
+      scales[2 * g] = odd(b[74 + g] & 15u);
+      scales[2 * g + 1] = odd(b[74 + g] >> 4);
+    }
   }
 };
 struct IQ3_XXS : Type<18, 256, 98, 32, kUnsigned, 0, 256, 4> {
@@ -353,12 +373,14 @@ struct IQ3_S : Type<21, 256, 110, 32, kUnsigned, 0, 512, 4> {
                                    uint8_t* extra) {
     memcpy(extra, b, 2);
     const uint8_t *rows = b + 2, *high = b + 66, *signs = b + 74;
-    for (int i = 0; i < 32; i++) {
-      const int bits = high[i / 4] >> i % 4 * 2;
-      store_signed(grid[rows[2 * i] | (bits & 1) << 8] | grid[rows[2 * i + 1] | (bits & 2) << 7] << 32,
-                   signs[i], codes + 8 * i);
+    for (int g = 0; g < 8; g++) {
+      for (int i = 0; i < 4; i++) {
+        const int at = 8 * g + 2 * i, bits = high[g] >> 2 * i;
+        store_signed(grid[rows[at] | (bits & 1) << 8] | grid[rows[at + 1] | (bits & 2) << 7] << 32,
+                     signs[4 * g + i], codes + 32 * g + 8 * i);
+      }
+      scales[g] = odd(b[106 + g / 2] >> g % 2 * 4 & 15u);
     }
-    for (int g = 0; g < 8; g++) scales[g] = odd(b[106 + g / 2] >> g % 2 * 4 & 15u);
   }
 };
 struct IQ1_S : Type<19, 256, 50, 32, kUnsigned, 0, 2048, 8> {
@@ -387,9 +409,10 @@ struct IQ1_M : Type<29, 256, 56, 16, kUnsigned, 0, 2048, 8> {
     }
     const uint16_t half = static_cast<uint16_t>(d);
     memcpy(extra, &half, 2);
-    for (int i = 0; i < 32; i++) {
-      const int high = b[32 + i / 2] >> i % 2 * 4 & 15;
-      store_signed(grid[b[i] | (high & 7) << 8], high & 8 ? 255 : 0, codes + 8 * i);
+    for (int g = 0; g < 16; g++) {
+      const int high = b[32 + g];
+      store_signed(grid[b[2 * g] | (high & 7) << 8], high & 8 ? 255 : 0, codes + 16 * g);
+      store_signed(grid[b[2 * g + 1] | (high >> 4 & 7) << 8], high & 128 ? 255 : 0, codes + 16 * g + 8);
     }
   }
 };
@@ -521,7 +544,7 @@ HETERO_CLONES void to_floats(int32_t number, const GgmlTables& tables, const uin
       memcpy(out, from, static_cast<size_t>(blocks) * 4);
       return;
     case kF16Number:
-      return widen_values<uint16_t>(from, blocks, out, half_to_float);
+      return widen_values<uint16_t>(from, blocks, out, [](uint16_t x) { return half_to_float(x); });
     case kBf16Number:
       return widen_values<uint16_t>(from, blocks, out,
                                     [](uint16_t x) { return bits_to_float(static_cast<uint32_t>(x) << 16); });
