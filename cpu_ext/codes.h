@@ -53,7 +53,7 @@ constexpr Traits kTraits[kFormats] = {
 };
 
 constexpr int64_t kSuperGroup = 256;  // k that share d and dmin
-constexpr int kMostInteger = 63;      // largest integer scale or minimum
+constexpr int kMostInteger = 63;      // largest integer scale or minimum, but of q6_k
 
 constexpr bool has_super(const Traits& t) {
   return t.beside == Beside::kSuper || t.beside == Beside::kSuperMinima;

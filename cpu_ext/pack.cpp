@@ -511,7 +511,8 @@ const char* wrong_codes(const Layout& layout, const Quantised& q) {
     if (std::any_of(bytes, bytes + scale_count, nan_code)) return "a scale is NaN (0x7f or 0xff)";
     if (!fits(*matrix)) return "the scale of the matrix is not finite or too large";
   }
-  if (t.scale == Scale::kUnsigned || t.scale == Scale::kSigned) {
+  // Of q6_k any int8 is: see MOST_SCALE of hetero/quant/k_formats.py.
+  if ((t.scale == Scale::kUnsigned || t.scale == Scale::kSigned) && layout.format != kQ6K) {
     auto too_large = [&](uint8_t x) {
       return t.scale == Scale::kSigned ? static_cast<int8_t>(x) > kMostInteger : x > kMostInteger;
     };

@@ -334,7 +334,8 @@ class CpuExperts:
         if part.endswith("_bias"):
             raise InputError(f"{what}: a bias has no codes")
         try:
-            stored = check_codes(self.format, codes, scales, extra)
+            # The extension looks at the values itself, many times faster.
+            stored = check_codes(self.format, codes, scales, extra, values=False)
             self._experts.put_codes(
                 expert,
                 _PARTS.index(part),

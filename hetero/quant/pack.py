@@ -84,9 +84,12 @@ def code_types(fmt: Format) -> tuple[torch.dtype, torch.dtype]:
     return _SCALE_TYPES.get(fmt.name, torch.float16), _EXTRA_TYPES.get(fmt.name, torch.float16)
 
 
-def check_codes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None) -> Codes:
+def check_codes(
+    fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None, *, values: bool = True
+) -> Codes:
     """The arguments of ``pack_codes`` as they are stored: E8M0 and E4M3 as uint8, a scalar extra as [1], all
-    on the CPU and contiguous. Raises InputError where types, shapes or codes do not fit the format."""
+    on the CPU and contiguous. Raises InputError where types, shapes or, with ``values``, codes or scales do
+    not fit the format."""
     if not fmt.quantised:
         raise InputError(f"{fmt} has no codes")
     n, k = codes.shape
@@ -109,7 +112,8 @@ def check_codes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None
     if any(part.dtype != dtype for part, dtype in zip(raw, wanted, strict=False)):
         takes = f"codes of {wanted[0]} and scales of {wanted[1]}" + (f", {wanted[2]}" if extra_shape else "")
         raise InputError(f"{fmt} takes {takes}, not {[str(p.dtype) for p in parts]}")
-    _check_values(fmt, raw[0], raw[1], raw[2] if extra is not None else None)
+    if values:
+        _check_values(fmt, raw[0], raw[1], raw[2] if extra is not None else None)
     return Codes(raw[0], raw[1], raw[2] if extra is not None else None)
 
 

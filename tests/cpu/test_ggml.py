@@ -210,7 +210,7 @@ def whole(experts: CpuExperts, expert: int) -> bytes:
     return bytes(out)
 
 
-@pytest.mark.parametrize("name", [name for name in QUANTISED if not ggml_format(name).kept_only])
+@pytest.mark.parametrize("name", QUANTISED)
 def test_experts_from_blocks_equal_those_from_codes(name: str, rng: np.random.Generator) -> None:
     experts = CpuExperts(SPEC, ggml_format(name), threads=int(rng.integers(1, 4)))
     for part, (n, k) in {"gate": (768, 256), "up": (768, 256), "down": (256, 768)}.items():

@@ -188,7 +188,8 @@ def test_what_is_kept_has_its_own_codes_and_scales(generator: torch.Generator) -
             wrong[-1][0][19, 299] = code
         broken = scales.clone()
         broken[19, -1] = 64 if fmt.super_scales else float("inf")
-        wrong.append((codes, broken, extra))
+        if fmt.name != "q6_k":  # any int8 is a scale of it
+            wrong.append((codes, broken, extra))
         if extra is not None and extra.dtype == torch.float16:
             nan = extra.clone()
             nan[19, -1] = float("nan")
