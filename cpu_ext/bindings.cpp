@@ -11,7 +11,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <pthread.h>
 
 #include <algorithm>
 #include <cstring>
@@ -21,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "context.h"
 #include "dispatch.h"
 #include "ggml.h"
 #include "probes.h"
@@ -31,33 +31,6 @@ namespace nb = nanobind;
 namespace hetero {
 namespace {
 
-// The one context of the process. Fork handlers have no argument, so it needs a name at file scope.
-Context* process_context = nullptr;
-
-}  // namespace
-
-Context& context() {
-  if (process_context == nullptr) throw std::runtime_error("the extension is not initialised");
-  return *process_context;
-}
-
-namespace {
-
-void before_fork() { process_context->lock.lock(); }
-void after_fork_in_parent() { process_context->lock.unlock(); }
-void after_fork_in_child() {
-  process_context->pool->after_fork_in_child();
-  process_context->lock.unlock();
-}
-
-void seat(std::vector<Seat> seats) {
-  nb::gil_scoped_release release;
-  std::lock_guard<std::mutex> hold(context().lock);
-  Pool* fresh = new Pool(std::move(seats));
-  delete context().pool;
-  context().pool = fresh;
-}
-
 // One thread a seat: (node, CPUs that it may run on; none: anywhere).
 void set_seats(const std::vector<std::pair<int, std::vector<int>>>& given) {
   if (given.empty()) throw std::invalid_argument("threads must be at least 1");
@@ -66,11 +39,15 @@ void set_seats(const std::vector<std::pair<int, std::vector<int>>>& given) {
     if (node < 0) throw std::invalid_argument("nodes are numbered from 0");
     seats.push_back({node, cpus});
   }
+  nb::gil_scoped_release release;
   seat(std::move(seats));
 }
 
 // At interpreter exit no thread of ours may outlive the module; a later step runs on its caller alone.
-void shut_down() { seat(std::vector<Seat>(1)); }
+void shut_down() {
+  nb::gil_scoped_release release;
+  seat(std::vector<Seat>(1));
+}
 
 constexpr int64_t kPiece = 1 << 18;
 
@@ -105,7 +82,7 @@ uint64_t read_piece(const uint8_t* data, int64_t size) {
 // the yardstick of the operator's bandwidth. Returns how many bytes that are.
 int64_t read_experts(Experts& experts, int64_t first, int64_t count) {
   nb::gil_scoped_release release;
-  std::lock_guard<std::mutex> hold(context().lock);
+  const Held own;
   struct Piece {
     int64_t expert, offset, bytes;
     int part;
@@ -115,7 +92,7 @@ int64_t read_experts(Experts& experts, int64_t first, int64_t count) {
     const Pool& pool;
     std::vector<Piece> pieces;
     std::atomic<uint64_t> sum{0};
-  } job{experts.weights(), *context().pool, {}};
+  } job{experts.weights(), *own->pool, {}};
   std::vector<int64_t> ends;
   int64_t total = 0;
   for (int part = 0; part < job.weights.parts(); ++part) {
@@ -140,7 +117,7 @@ int64_t read_experts(Experts& experts, int64_t first, int64_t count) {
     phase.node_ends = ends.data();
     phase.nodes = static_cast<int>(ends.size());
   }
-  context().pool->run(&phase, 1);
+  own->pool->run(&phase, 1);
   return total;
 }
 
@@ -201,8 +178,7 @@ const T* address(uintptr_t value) {
 NB_MODULE(_cpu, m) {
   using namespace hetero;
   nb::set_leak_warnings(false);
-  process_context = new Context(1);
-  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  init_context();
 
   m.def("isa_names", &isa_names, nb::arg("with_twin"));
   m.def("best_isa", &best_isa_name);
@@ -214,9 +190,9 @@ NB_MODULE(_cpu, m) {
   // Sets the sizes of Tuning and returns those before: wave_bytes, store_bytes, strip_blocks.
   m.def("set_tuning", [](int64_t wave_bytes, int64_t store_bytes, int64_t strip_blocks) {
     nb::gil_scoped_release release;
-    std::lock_guard<std::mutex> hold(context().lock);
-    const Tuning before = context().tuning;
-    context().tuning = {wave_bytes, store_bytes, strip_blocks};
+    const Held own;
+    const Tuning before = own->tuning;
+    own->tuning = {wave_bytes, store_bytes, strip_blocks};
     return std::vector<int64_t>{before.wave_bytes, before.store_bytes, before.strip_blocks};
   });
   // Seconds of each kernel by rows, weights from memory: see tune.h.
@@ -233,8 +209,8 @@ NB_MODULE(_cpu, m) {
   });
   m.def("run_probe", [](const std::string& instruction, int64_t rounds, int64_t chunks) {
     nb::gil_scoped_release release;
-    std::lock_guard<std::mutex> hold(context().lock);
-    const ProbeResult result = run_probe(*context().pool, instruction, rounds, chunks);
+    const Held own;
+    const ProbeResult result = run_probe(*own->pool, instruction, rounds, chunks);
     return std::make_pair(result.seconds, result.clock_hz);
   });
   m.def("shut_down", &shut_down);
@@ -257,14 +233,14 @@ NB_MODULE(_cpu, m) {
     std::vector<Phase> step(static_cast<size_t>(phases), Phase{chunks, spin, &loops});
     std::vector<int64_t> times;
     nb::gil_scoped_release release;
-    std::lock_guard<std::mutex> hold(context().lock);
+    const Held own;
     for (int64_t i = 0; i < repeats; ++i) {
       if (pause > 0) {
         const timespec t = {pause / 1000000, pause % 1000000 * 1000};
         nanosleep(&t, nullptr);
       }
       const int64_t begin = now();
-      context().pool->run(step.data(), phases);
+      own->pool->run(step.data(), phases);
       times.push_back(now() - begin);
     }
     return times;
@@ -290,8 +266,8 @@ NB_MODULE(_cpu, m) {
     const Phase phase = {chunks, chunk_of_work, &job};
     const Phase phases[2] = {phase, phase};
     nb::gil_scoped_release release;
-    std::lock_guard<std::mutex> hold(context().lock);
-    context().pool->run(phases, 2);
+    const Held own;
+    own->pool->run(phases, 2);
     return job.done.load();
   });
 
@@ -314,7 +290,7 @@ NB_MODULE(_cpu, m) {
            [](Experts& e, const std::string& isa) {
              const IsaChoice choice = choose_isa(isa);
              nb::gil_scoped_release release;
-             std::lock_guard<std::mutex> hold(context().lock);
+             const Held own;
              e.set_isa(choice);
            })
       // Bands (most rows, instruction set, class) of small steps and of large ones, see Plan.
@@ -323,7 +299,7 @@ NB_MODULE(_cpu, m) {
              Plan plan = {make_bands(exact, e.config().format, true),
                           make_bands(large, e.config().format, false)};
              nb::gil_scoped_release release;
-             std::lock_guard<std::mutex> hold(context().lock);
+             const Held own;
              e.set_plan(std::move(plan));
            })
       .def_prop_ro("nbytes", [](Experts& e) { return e.weights().nbytes(); })
@@ -363,16 +339,16 @@ NB_MODULE(_cpu, m) {
            [](Experts& e, int64_t expert, int32_t part, uintptr_t data, int32_t type, int64_t rows,
               int64_t cols) {
              nb::gil_scoped_release release;
-             std::lock_guard<std::mutex> hold(context().lock);
-             e.weights().put(*context().pool, expert, static_cast<Weights::Part>(part), address<void>(data),
+             const Held own;
+             e.weights().put(*own->pool, expert, static_cast<Weights::Part>(part), address<void>(data),
                              static_cast<DType>(type), rows, cols);
            })
       .def("put_codes",
            [](Experts& e, int64_t expert, int32_t part, uintptr_t codes, uintptr_t scales, uintptr_t extra) {
              nb::gil_scoped_release release;
-             std::lock_guard<std::mutex> hold(context().lock);
+             const Held own;
              const Quantised q = {address<uint8_t>(codes), address<void>(scales), address<void>(extra)};
-             e.weights().put_codes(*context().pool, expert, static_cast<Weights::Part>(part), q);
+             e.weights().put_codes(*own->pool, expert, static_cast<Weights::Part>(part), q);
            })
       .def(
           "put_ggml",
@@ -382,8 +358,8 @@ NB_MODULE(_cpu, m) {
             const Layout& layout = part == Weights::kDown ? w.down_layout() : w.up_layout();
             const GgmlSource source = ggml_source(type, data, layout.n, layout.k, grid, numbers);
             nb::gil_scoped_release release;
-            std::lock_guard<std::mutex> hold(context().lock);
-            e.weights().put_ggml(*context().pool, expert, static_cast<Weights::Part>(part), source);
+            const Held own;
+            e.weights().put_ggml(*own->pool, expert, static_cast<Weights::Part>(part), source);
           },
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("grid").none(), nb::arg("numbers").none())
       // A whole expert, in the layout of kernels.h, from and to memory of the caller.
@@ -446,4 +422,5 @@ NB_MODULE(_cpu, m) {
   });
   bind_kernels(m);
   bind_ggml(m);
+  bind_handoff(m);
 }

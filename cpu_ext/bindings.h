@@ -6,16 +6,14 @@
 
 #include <optional>
 
+#include "context.h"
 #include "ggml.h"
-#include "moe.h"
 
 void bind_kernels(nanobind::module_& m);
 void bind_ggml(nanobind::module_& m);
+void bind_handoff(nanobind::module_& m);
 
 namespace hetero {
-
-// The pool and the workspace of the process; hold its lock to use them.
-Context& context();
 
 using GgmlBytes =
     nanobind::ndarray<const uint8_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;

@@ -42,8 +42,8 @@ void in_pieces(const GgmlSource& source, int64_t blocks, const std::function<voi
                        },
                        &job};
   nb::gil_scoped_release release;
-  std::lock_guard<std::mutex> hold(context().lock);
-  context().pool->run(&phase, 1);
+  const Held own;
+  own->pool->run(&phase, 1);
 }
 
 // Codes, scales and extras of a matrix; false where a scale or minimum is NaN or infinite.

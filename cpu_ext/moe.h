@@ -75,6 +75,7 @@ struct Context {
   explicit Context(int threads) : pool(new Pool(std::vector<Seat>(static_cast<size_t>(threads)))) {}
   ~Context() { delete pool; }
   std::mutex lock;  // held during a step, a change of the pool, and a fork
+  std::mutex swap;  // held while `pool` is exchanged or looked at from beside a step; never for long
   Pool* pool;
   Workspace workspace;
   Tuning tuning;

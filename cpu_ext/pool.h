@@ -76,6 +76,16 @@ class Pool {
   // here; chunks not yet begun are then skipped. One caller at a time: the owner holds a lock.
   void run(const Phase* phases, int count);
 
+  // Steps that are known to come soon, in all pools of the process: while above zero, workers that have
+  // nothing to do spin for up to kSpinComingNs, giving their core to whoever wants it, and then sleep.
+  static std::atomic<int> coming;
+  // Wakes workers that sleep, so that they are there when the next step comes. Any thread may call it.
+  void rouse();
+
+  const std::vector<Seat>& seats() const { return seats_; }
+  // Changes whenever a thread begins a chunk. Any thread may call it.
+  uint64_t progress() const;
+
   // In the child of a fork only this thread exists: forget the workers, start new ones when needed.
   // The owner calls it with its lock held across the fork, so no step is in flight.
   void after_fork_in_child();
@@ -134,6 +144,7 @@ class Pool {
   alignas(64) std::atomic<uint64_t> now_;
   alignas(64) std::atomic<int64_t> left_{0};
   Sleep worker_sleep_, caller_sleep_;
+  std::atomic<uint64_t> alone_{0};  // chunks begun by a pool of one thread
   std::atomic<bool> failed_{false};
   std::atomic<bool> stop_{false};
 };

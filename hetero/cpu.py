@@ -587,6 +587,37 @@ class CpuExperts:
         return x.contiguous(), ids.contiguous()
 
 
+Channel, ChannelLayout, Twin = _cpu.Channel, _cpu.ChannelLayout, _cpu.Twin
+"""The hand-off's CPU side, where its memory lies, and a thread in a GPU stream's place: ``engine.handoff``
+checks what goes into them."""
+
+HOST_SUBMIT, HOST_COLLECT = _cpu.host_submit, _cpu.host_collect
+"""Addresses of C functions that a stream may call with a flag's address."""
+
+
+def channel_layout(
+    *, lanes: int, layers: int, rows: int, slots: int, hidden: int, depth: int, dtype: torch.dtype, wide: bool
+) -> _cpu.ChannelLayout:
+    """Where a channel's parts lie in its memory. ``dtype`` is of the activations; ``wide``: int64 ids."""
+    return ChannelLayout(lanes, layers, rows, slots, hidden, depth, _DTYPES[dtype], wide)
+
+
+def open_channel(
+    memory: int, layout: _cpu.ChannelLayout, experts: Sequence[CpuExperts], limit_s: float
+) -> _cpu.Channel:
+    """The CPU side of a hand-off over zeroed memory at an address; experts of each layer, in order.
+
+    The caller keeps memory and experts alive until ``close``, and after it where that returned False. Raises
+    RuntimeError where experts are incomplete.
+    """
+    for layer, one in enumerate(experts):
+        if missing := one.missing():
+            raise RuntimeError(
+                f"experts of layer {layer} are incomplete: {missing[:4]} ... have not been put"
+            )
+    return Channel(memory, layout, [one._experts for one in experts], int(limit_s * 1e9))
+
+
 def checksum(buffer: memoryview) -> int:
     """64 bits of some contiguous memory, against faults and mistakes; runs at the speed of memory."""
     return _cpu.checksum(_address_of(buffer), buffer.nbytes) if buffer.nbytes else 0
