@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hetero import cli_launch, cli_plan, cli_profile, cli_rules, cli_stats, terminal
+from hetero import cli_launch, cli_pack, cli_plan, cli_profile, cli_rules, cli_stats, terminal
 from hetero.config import MAX_THREADS, debug, settings, wait_passively
 from hetero.core import HeteroError, InputError
 from hetero.trace import check_writable, to_file
 
 if TYPE_CHECKING:
+    from hetero.engine.experts import StoreOptions
     from hetero.engine.load import Loaded
 
 
@@ -79,6 +80,7 @@ app.add_typer(cli_rules.app, name="rules")
 app.command("profile")(cli_profile.profile)
 app.command("stats")(cli_stats.show)
 app.command("plan")(cli_plan.plan)
+app.command("pack")(cli_pack.pack)
 app.command("launch", context_settings=cli_launch.CONTEXT)(cli_launch.launch)
 
 ModelArg = Annotated[
@@ -101,6 +103,20 @@ SetOption = Annotated[
 DtypeOption = Annotated[str, typer.Option(help="Of dense layers: float32, bfloat16 or float16.")]
 IsaOption = Annotated[str, typer.Option(help="Of CPU experts: auto, scalar, avx2, avx512 or amx.")]
 ThreadsOption = Annotated[int | None, typer.Option(help="Threads; default: the physical cores.")]
+TierOption = Annotated[
+    str | None, typer.Option(help="Of experts: ram, or disk (those used most in RAM); default: the rules'.")
+]
+RamOption = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Memory to count on, e.g. 60GiB, whatever the machine says it has."),
+]
+PackCacheOption = Annotated[
+    str,
+    typer.Option(
+        metavar="WORD|DIR",
+        help="Files of packed experts: auto uses them, write also makes them, off; or a folder for both.",
+    ),
+]
 TemperatureOption = Annotated[float, typer.Option(help="0 takes the most likely token.")]
 TopKOption = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.")]
 TopPOption = Annotated[float, typer.Option(help="Keep the most likely tokens up to this mass.")]
@@ -139,6 +155,9 @@ def run(
     dtype: DtypeOption = "float32",
     isa: IsaOption = "auto",
     threads: ThreadsOption = None,
+    tier: TierOption = None,
+    ram: RamOption = None,
+    pack_cache: PackCacheOption = "auto",
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
@@ -175,9 +194,12 @@ def run(
     )
     # What is wrong with the request is told before the weights are read, which may take minutes.
     stops = tuple(stop or ())
+    store = _store(tier, ram, pack_cache)
     request = Request(tuple(_ANY_PROMPT if given_ids is None else given_ids), sampling, max_tokens, stops)
 
-    loaded = _load(*_folder(model, revision), rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
+    loaded = _load(
+        *_folder(model, revision), rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads, store=store
+    )
     ids = given_ids if given_ids is not None else _prompt_ids(loaded, prompt or "", system, raw)
     request = dataclasses.replace(request, prompt=tuple(ids), ignore_eos=ignore_eos)
     engine = Engine(loaded.runnable)
@@ -202,6 +224,9 @@ def chat(
     dtype: DtypeOption = "float32",
     isa: IsaOption = "auto",
     threads: ThreadsOption = None,
+    tier: TierOption = None,
+    ram: RamOption = None,
+    pack_cache: PackCacheOption = "auto",
     temperature: TemperatureOption = 0.7,
     top_k: TopKOption = 0,
     top_p: TopPOption = 0.95,
@@ -227,8 +252,11 @@ def chat(
         seed=seed,
     )
     asked = Request(_ANY_PROMPT, sampling, max_tokens, tuple(stop or ()))
+    store = _store(tier, ram, pack_cache)
 
-    loaded = _load(*_folder(model, revision), rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
+    loaded = _load(
+        *_folder(model, revision), rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads, store=store
+    )
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise InputError(
@@ -290,6 +318,9 @@ def serve(
     dtype: DtypeOption = "float32",
     isa: IsaOption = "auto",
     threads: ThreadsOption = None,
+    tier: TierOption = None,
+    ram: RamOption = None,
+    pack_cache: PackCacheOption = "auto",
     trace: TraceOption = None,
     no_stats: StatsOption = False,
 ) -> None:
@@ -299,6 +330,7 @@ def serve(
     from hetero.server.serve import serve as serve_model
     from hetero.server.state import Limits
 
+    store = _store(tier, ram, pack_cache)
     keys = read_keys(api_key_file)
     policy = Policy(keys=keys, origins=tuple(cors_origin or ()), body_bytes=max_body)
     options = Options(
@@ -325,7 +357,9 @@ def serve(
         options = dataclasses.replace(options, policy=policy)
 
         def load() -> Loaded:
-            return _load(folder, name, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads)
+            return _load(
+                folder, name, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads, store=store
+            )
 
         with to_file(trace, terminal.note):
             serve_model(listener, name, load, options)
@@ -346,6 +380,15 @@ def _counted(loaded: Loaded, no_stats: bool) -> Iterator[None]:
         recorder.save()
 
 
+def _store(tier: str | None, ram: str | None, pack_cache: str) -> StoreOptions:
+    """What was said of memory and disk; ``ram`` holds from now on."""
+    from hetero.engine.experts import StoreOptions
+    from hetero.hw import memory
+
+    memory.state(None if ram is None else memory.parse_bytes(ram))
+    return StoreOptions(pack_cache, tier)
+
+
 def _load(
     folder: Path,
     name: str,
@@ -355,6 +398,7 @@ def _load(
     dtype: str,
     isa: str,
     threads: int | None,
+    store: StoreOptions,
 ) -> Loaded:
     from hetero.rules.variables import parse_set
 
@@ -375,6 +419,8 @@ def _load(
             isa=isa,
             threads=threads,
             progress=progress,
+            store=store,
+            tell=lambda text: terminal.note(f"note: {text}"),
         )
     for text in loaded.notes:
         terminal.note(f"note: {text}")

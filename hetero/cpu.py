@@ -411,19 +411,19 @@ class CpuExperts:
         """Bytes of one whole expert, packed, in the layout that every placement shares."""
         return self._experts.whole_bytes
 
-    def view(self, expert: int) -> memoryview | None:
-        """The packed bytes of one expert where they lie, writable, to the next page: for reads and writes
-        without a copy. None where a placement cuts or copies experts: see ``save`` and ``restore``.
+    def view(self, expert: int, count: int = 1) -> memoryview | None:
+        """The packed bytes of ``count`` experts where they lie, writable, each to its next page: for reads
+        and writes without a copy. None where a placement cuts or copies experts: see ``save``, ``restore``.
 
         The view must not outlive this object.
         """
-        if not 0 <= expert < self.spec.num_experts:
-            raise ValueError(f"expert {expert} of {self.spec.num_experts}")
+        if not 0 <= expert < expert + count <= self.spec.num_experts:
+            raise ValueError(f"experts {expert} to {expert + count} of {self.spec.num_experts}")
         if self._where.spread is not placement.Spread.WHOLE:
             return None
         stride = self._experts.stride
         start = self._experts.address + expert * stride
-        return memoryview((ctypes.c_uint8 * stride).from_address(start)).cast("B")
+        return memoryview((ctypes.c_uint8 * (count * stride)).from_address(start)).cast("B")
 
     def save(self, expert: int, buffer: memoryview) -> None:
         """Copy the packed bytes of one expert into ``buffer``, ``whole_bytes`` long at least."""

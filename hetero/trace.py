@@ -32,11 +32,12 @@ from hetero.core import InputError
 clock = time.perf_counter_ns
 """The clock of every span, in nanoseconds; ``Timings`` are of the same one."""
 
-Lane = Literal["step", "gpu", "pcie", "cpu"]
-LANES: tuple[Lane, ...] = ("step", "gpu", "pcie", "cpu")
+Lane = Literal["step", "gpu", "pcie", "cpu", "disk"]
+LANES: tuple[Lane, ...] = ("step", "gpu", "pcie", "cpu", "disk")
 
-EXPERTS, DENSE, SHARED, COPY = "experts", "dense", "shared expert", "copy"
-"""Names of spans: routed experts; all that a step does besides; what runs beside experts; between tiers."""
+EXPERTS, DENSE, SHARED, COPY, READ = "experts", "dense", "shared expert", "copy", "read"
+"""Names of spans: routed experts; all that a step does besides; what runs beside experts; between memories;
+what experts wait for from the disk, part of their own span."""
 
 CAPACITY = 1 << 14
 """Events of a ring that only the last steps are wanted of: some 500 steps of 30 layers, 8 MiB at most."""
@@ -216,6 +217,8 @@ class Summary:
     pcie_s: float
     expert_bytes: int  # of weights that experts read from RAM
     pcie_bytes: int
+    disk_s: float = 0.0  # of experts_s
+    disk_bytes: int = 0
 
     def share(self, seconds: float) -> float:
         return seconds / self.seconds if self.seconds else 0.0
@@ -226,6 +229,8 @@ class Summary:
             return "no whole step was recorded"
         rate = self.expert_bytes / self.experts_s / 1e9 if self.experts_s else 0.0
         moved = f", PCIe {self.share(self.pcie_s):.0%}" if self.pcie_s else ""
+        if self.disk_bytes:
+            moved += f", {self.disk_bytes / 1e9:.2f} GB from disk"
         return (
             f"{self.steps} steps, {self.seconds / self.steps * 1e3:.1f} ms each: CPU experts "
             f"{self.share(self.experts_s):.0%}, dense {self.share(self.dense_s):.0%}{moved}; experts read "
@@ -237,11 +242,11 @@ class Summary:
 
 
 def summarise(steps: Sequence[Step]) -> Summary:
-    times = dict.fromkeys((EXPERTS, DENSE, SHARED, "pcie"), 0)
-    sizes = {EXPERTS: 0, "pcie": 0}
+    times = dict.fromkeys((EXPERTS, DENSE, SHARED, "pcie", "disk"), 0)
+    sizes = {EXPERTS: 0, "pcie": 0, "disk": 0}
     for step in steps:
         for _, lane, name, _, _, start, end, nbytes, _ in step.parts:
-            kind = "pcie" if lane == "pcie" else name
+            kind = lane if lane in ("pcie", "disk") else name
             times[kind] += end - start
             if nbytes:
                 sizes[kind] += nbytes
@@ -254,6 +259,8 @@ def summarise(steps: Sequence[Step]) -> Summary:
         pcie_s=times["pcie"] / 1e9,
         expert_bytes=sizes[EXPERTS],
         pcie_bytes=sizes["pcie"],
+        disk_s=times["disk"] / 1e9,
+        disk_bytes=sizes["disk"],
     )
 
 

@@ -7,6 +7,7 @@ and shapes of the checkpoint, instruction set, memory.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,14 +19,15 @@ import torch
 from hetero import inject
 from hetero.config import settings
 from hetero.core import InputError
+from hetero.engine.experts import ExpertsOnTiers, Ready, StoreOptions, pack_experts
 from hetero.engine.generate import Runnable
-from hetero.hw import memory
+from hetero.engine.packing import Packed
+from hetero.engine.tiers import with_tier
 from hetero.model.build import build_meta, describe
 from hetero.model.config import load_config
 from hetero.model.loader import load, plan_load
 from hetero.model.moe_types import WHOLE_PROMPT
 from hetero.model.shapes import resolve_model
-from hetero.model.source import Source
 from hetero.model.sources import open_source
 from hetero.model.tokenizer import Tokenizer, load_tokenizer
 from hetero.ops.hops import connect
@@ -33,9 +35,10 @@ from hetero.ops.watch import expert_uses, watch_steps
 from hetero.registry import op_names
 from hetero.rules import Assignment, Placement, load_rules, match
 from hetero.rules.defaults import default_rules_for
-from hetero.rules.explain import explain, totals
 from hetero.rules.options import schemas_for
 from hetero.stats import Recorder
+
+log = logging.getLogger("hetero.load")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -72,47 +75,39 @@ def load_model(
     isa: str = "auto",
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    store: StoreOptions | None = None,
+    tell: Callable[[str], None] = log.info,
 ) -> Loaded:
     """Load a checkpoint folder under a rule file (None: the shipped one of its family).
 
     ``overrides`` are the rule file's variables; ``isa`` other than "auto" wins over the rules'. ``progress``
-    is called with bytes read and all bytes. Raises InputError for what is wrong with folder, rules or
-    options, MachineError for a missing instruction set or too little memory.
+    is called with bytes read and all bytes, ``tell`` with what takes long before it begins. Raises InputError
+    for what is wrong with folder, rules or options, MachineError for a missing instruction set or too little
+    memory.
     """
     began = time.perf_counter()
+    store = store or StoreOptions()
     folder = Path(folder)
-    if dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
     _set_threads(threads)
-    config = load_config(folder)
-    devices = ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count())))
-    ruleset = load_rules(rules or default_rules_for(config.model_type, len(devices) > 1), overrides)
+    ready = prepare(folder, rules=rules, overrides=overrides, dtype=dtype, isa=isa, tier=store.tier)
+    config, model, placement = ready.config, ready.model, ready.placement
+    checkpoint, plan = ready.checkpoint, ready.plan
     tokenizer = load_tokenizer(folder)
-    model = build_meta(config, DTYPES[dtype])
-    modules = describe(model)
-    if rules is None and not any(module.experts for module in modules):
-        raise InputError(
-            f"{folder}: {config.model_type} has no routed experts; hetero runs Mixture-of-Experts models "
-            "(a rule file of your own, given by --rules, may place others)"
-        )
-    placement = match(
-        ruleset, modules, devices=devices, ops=schemas_for(op_names()), model_type=config.model_type
-    )
-    placement = _with_isa(placement, isa)
-    checkpoint = open_source(folder)
-    plan = plan_load(model, checkpoint)
-    _check_memory(totals(explain(placement, modules, dtype)), checkpoint, str(folder))
-
+    experts = ExpertsOnTiers(ready, store, progress, tell)
+    placement = experts.placement
     injected = inject.apply(model, placement)
+    filled = experts.fill(injected.sinks)
     report = load(
         model,
         checkpoint,
-        injected.sinks,
+        {name: sink for name, sink in injected.sinks.items() if name not in filled},
         dtype=DTYPES[dtype],
         device=lambda name: placement.device_of(name.rpartition(".")[0]) or "cpu",
         progress=progress,
         plan=plan,
+        filled=filled,
     )
+    experts.keep(injected.sinks)
     inject.finish(model)
     connect(model, placement)
     watch_steps(model)
@@ -135,7 +130,7 @@ def load_model(
         dtype=dtype,
         placement=placement,
         expert_bytes=injected.expert_bytes,
-        notes=(*placement.notes, *report.lines()),
+        notes=(*placement.notes, *report.lines(), *experts.notes),
     )
 
 
@@ -144,6 +139,37 @@ def stats_recorder(loaded: Loaded, say: Callable[[str], None]) -> Recorder:
     # The configuration as it is named and planned with, which is that of the folder's file.
     ref = replace(resolve_model(str(loaded.folder)), name=loaded.name)
     return Recorder(ref, lambda: expert_uses(loaded.runnable.model), say)
+
+
+def prepare(
+    folder: Path,
+    *,
+    rules: str | Path | None = None,
+    overrides: Mapping[str, str] | None = None,
+    dtype: str = "float32",
+    isa: str = "auto",
+    tier: str | None = None,
+) -> Ready:
+    """Everything of ``load_model`` that comes before weights and memory. Raises InputError."""
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
+    config = load_config(folder)
+    devices = ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count())))
+    ruleset = load_rules(rules or default_rules_for(config.model_type, len(devices) > 1), overrides)
+    model = build_meta(config, DTYPES[dtype])
+    modules = describe(model)
+    if rules is None and not any(module.experts for module in modules):
+        raise InputError(
+            f"{folder}: {config.model_type} has no routed experts; hetero runs Mixture-of-Experts models "
+            "(a rule file of your own, given by --rules, may place others)"
+        )
+    placement = match(
+        ruleset, modules, devices=devices, ops=schemas_for(op_names()), model_type=config.model_type
+    )
+    placement = with_tier(_with_isa(placement, isa), tier)
+    checkpoint = open_source(folder)
+    plan = plan_load(model, checkpoint)
+    return Ready(folder, config, model, modules, placement, checkpoint, plan, dtype)
 
 
 def context_limit(text_config: Any) -> int | None:
@@ -204,13 +230,24 @@ def _with_isa(placement: Placement, isa: str) -> Placement:
     return replace(placement, assignments=tuple(map(change, placement.assignments)))
 
 
-def _check_memory(bytes_of: Mapping[str, int], checkpoint: Source, name: str) -> None:
-    """Packed weights and one tensor in flight must fit before anything is read."""
-    largest = max((info.nbytes for info in checkpoint.tensors.values()), default=0)
-    memory.require(bytes_of.get("cpu", 0) + largest, f"loading {name}")
-
-
 def _kernels() -> dict[str, int]:
     from hetero.cpu import kernel_counts
 
     return kernel_counts()
+
+
+def pack_model(
+    folder: str | Path,
+    output: Path,
+    *,
+    rules: str | Path | None = None,
+    overrides: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    force: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    tell: Callable[[str], None] = log.info,
+) -> Packed:
+    """Write the packed experts of a checkpoint to a file in the folder ``output``, unless it is there."""
+    _set_threads(threads)
+    ready = prepare(Path(folder), rules=rules, overrides=overrides)
+    return pack_experts(ready, output, force=force, progress=progress, tell=tell)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero.core import MachineError
+from hetero.core import InputError, MachineError
 from hetero.hw.cgroup import levels
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 where there is no limit
@@ -19,13 +20,46 @@ class Available:
     limit: str
 
 
-def available(root: Path = Path("/")) -> Available:
-    """Available memory as the tree under ``root`` tells it (``proc`` and ``sys/fs/cgroup``).
+_SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
-    Page cache counts as free, since the kernel gives it up under pressure. Raises MachineError where nothing
-    can be read.
+# What the user says that this process may hold in all; None: what the machine says of itself.
+_stated: int | None = None
+
+
+def parse_bytes(text: str | int) -> int:
+    """``20GiB``, ``20G``, ``512MiB`` (1024), ``20GB`` (1000) or a number of bytes. Raises InputError."""
+    match = _SIZE.fullmatch(str(text))
+    if match is None or (match[2] == "" and (match[3] or "." in match[1])):
+        raise InputError(f"'{text}' is no size: write one like 20GiB, 512MiB or a number of bytes")
+    decimal = not match[3] and str(text).strip().lower().endswith("b")
+    size = int(float(match[1]) * (1000 if decimal and match[2] else 1024) ** _UNITS[match[2].lower()])
+    if size < 1:
+        raise InputError(f"'{text}' is no size: it must be at least one byte")
+    return size
+
+
+def state(ram: int | None) -> None:
+    """Count on so many bytes for this process from now on, whatever the machine says of its memory, which
+    some virtual machines grow as it is used; None: believe the machine again. Limits of cgroups hold
+    nonetheless, since the kernel ends a process that passes them."""
+    global _stated  # noqa: PLW0603 (one a process, like the memory)
+    _stated = ram
+
+
+def available(root: Path = Path("/")) -> Available:
+    """Available memory as the tree under ``root`` tells it (``proc`` and ``sys/fs/cgroup``), or what is left
+    of what ``state`` said.
+
+    Page cache counts as free, since the kernel gives it up under pressure, and swap never counts. Raises
+    MachineError where nothing can be read.
     """
-    found = [*_meminfo(root), *_cgroup_v2(root), *_cgroup_v1(root)]
+    if _stated is None:
+        found = _meminfo(root)
+    else:
+        held = sum(_status(root, key) for key in ("RssAnon:", "RssShmem:"))
+        found = [Available(max(0, _stated - held), f"--ram {gib(_stated)}, {gib(held)} of it in use")]
+    found += [*_cgroup_v2(root), *_cgroup_v1(root)]
     if not found:
         raise MachineError("cannot read the available memory from /proc/meminfo or /sys/fs/cgroup")
     return min(found, key=lambda a: a.bytes)
@@ -55,7 +89,7 @@ def node_available(node: int, root: Path = Path("/")) -> int | None:
 
 def require_on_node(node: int, needed: int, what: str, root: Path = Path("/")) -> None:
     """Raises MachineError when a node has fewer than ``needed`` bytes for its share of ``what``."""
-    have = node_available(node, root)
+    have = node_available(node, root) if _stated is None else None
     if have is not None and needed > have:
         raise MachineError(
             f"{what}: the share of NUMA node {node} is {gib(needed)}, {gib(have)} is free there; "
@@ -86,6 +120,13 @@ def _meminfo(root: Path) -> list[Available]:
         if key == "MemAvailable":
             return [Available(int(rest.split()[0]) * 1024, "MemAvailable of /proc/meminfo")]
     return []
+
+
+def _status(root: Path, key: str) -> int:
+    for line in (_read(root / "proc/self/status") or "").splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _stat(path: Path, key: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,19 +54,33 @@ def load(
     device: str | torch.device | Callable[[str], str | torch.device] = "cpu",
     progress: Callable[[int, int], None] | None = None,
     plan: LoadPlan | None = None,
+    filled: Collection[str] = (),
+    experts_only: bool = False,
 ) -> LoadReport:
     """Bring a checkpoint's tensors to where they belong.
 
     ``sinks`` maps names of experts modules to what takes their weights; without one, experts become
     parameters. ``device`` may be a function of the tensor's name. ``progress`` is called with bytes read and
     all bytes. Where blocks of the tree have been replaced already, pass the ``plan`` that was made before.
+    ``filled`` names experts modules whose weights are there already; with ``experts_only`` the sinks alone
+    are filled, and the tree stays as it is.
     """
     sinks = dict(sinks or {})
     plan = plan if plan is not None else plan_load(model, checkpoint)
     unknown = sinks.keys() - plan.experts.keys()
     if unknown:
         raise HeteroError(f"no experts module is named {some(sorted(unknown))}")
-    loading = _Loading(model, checkpoint, sinks, plan, dtype=dtype, device=device, progress=progress)
+    loading = _Loading(
+        model,
+        checkpoint,
+        sinks,
+        plan,
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        filled=frozenset(filled),
+        experts_only=experts_only,
+    )
     return loading.run()
 
 
@@ -83,6 +97,8 @@ class _Loading:
         dtype: torch.dtype,
         device: str | torch.device | Callable[[str], str | torch.device],
         progress: Callable[[int, int], None] | None,
+        filled: frozenset[str],
+        experts_only: bool,
     ) -> None:
         self.model = model
         self.checkpoint = checkpoint
@@ -91,13 +107,15 @@ class _Loading:
         self.progress = progress
         self.plan = plan
         self.float32 = float32_names(model, dtype)
-        self.total = sum(checkpoint.tensors[name].nbytes for t in plan.names.targets for name in t.tensors)
+        self.experts_only = experts_only
+        self.targets = [t for t in plan.names.targets if self._is_wanted(t, filled)]
+        self.total = sum(checkpoint.tensors[name].nbytes for t in self.targets for name in t.tensors)
         self.report = LoadReport(skipped=plan.names.skipped)
 
     def run(self) -> LoadReport:
         streamed: dict[str, list[Target]] = {name: [] for name in self.sinks}
         whole = []
-        for target in self.plan.names.targets:
+        for target in self.targets:
             experts = self._sink_of(target.name)
             if experts is not None and is_expertwise(target):
                 streamed[experts].append(target)
@@ -110,14 +128,21 @@ class _Loading:
                     self._deliver(name, tensor)
             for experts, targets in streamed.items():
                 self._stream(experts, targets)
-        self._tie()
-        self._move_buffers()
+        if not self.experts_only:
+            self._tie()
+            self._move_buffers()
         for experts, sink in self.sinks.items():
             absent = sink.missing()
             if absent:
                 shown = some([f"{part} of expert {expert}" for expert, part in absent])
                 raise InputError(f"{self.checkpoint.folder}: {experts} lacks {shown}")
         return self.report
+
+    def _is_wanted(self, target: Target, filled: frozenset[str]) -> bool:
+        path, _, leaf = target.name.rpartition(".")
+        if path in filled and leaf in EXPERT_PARAMETERS:
+            return False
+        return not self.experts_only or self._sink_of(target.name) is not None
 
     def _sink_of(self, name: str) -> str | None:
         """The experts module with a sink that takes a parameter, if one does."""

@@ -31,8 +31,12 @@ class Backend(Protocol):
     def nbytes(self) -> int: ...
 
 
-def make_backend(spec: ExpertSpec, options: Mapping[str, Any]) -> Backend:
-    """Allocate the experts of one block from a rule's ``experts`` options."""
+def make_backend(spec: ExpertSpec, options: Mapping[str, Any], name: str = "", layer: int = -1) -> Backend:
+    """Allocate the experts of one block from a rule's ``experts`` options.
+
+    ``name``: of the experts module, by which ``options["slots"]`` says how many experts RAM holds where the
+    rest stays on disk. ``layer``: for the trace.
+    """
     backend = options.get("backend", "native")
     if backend == "torch":
         return TorchExperts(spec)
@@ -45,15 +49,20 @@ def make_backend(spec: ExpertSpec, options: Mapping[str, Any]) -> Backend:
             isa=options.get("isa", "auto"),
             threads=options.get("threads"),
         )
+    native: dict[str, Any] = {
+        "isa": options.get("isa", "auto"),
+        "threads": options.get("threads"),
+        "numa": options.get("numa", "off"),
+    }
+    fmt = parse_format(options.get("format", "f32"))
+    slots = options.get("slots", {}).get(name)
+    if slots is not None:
+        from hetero.store.disk import DiskExperts
+
+        return DiskExperts(spec, fmt, slots=slots, layer=layer, **native)
     from hetero.cpu import CpuExperts  # only here, so that the torch backend needs no extension
 
-    return CpuExperts(
-        spec,
-        parse_format(options.get("format", "f32")),
-        isa=options.get("isa", "auto"),
-        threads=options.get("threads"),
-        numa=options.get("numa", "off"),
-    )
+    return CpuExperts(spec, fmt, **native)
 
 
 class Pending:
@@ -165,10 +174,15 @@ class CpuExpertsOp(nn.Module):
             worked(self.layer, start, host_ids, self._reading)
         return Pending(out, x, away)
 
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's packed weights."""
+        own: int | None = getattr(self.backend, "expert_bytes", None)
+        return self.backend.nbytes // self.spec.num_experts if own is None else own
+
     @cached_property
     def _reading(self) -> Reading:
-        experts = self.spec.num_experts
-        return Reading(experts, self.backend.nbytes // experts)
+        return Reading(self.spec.num_experts, self.expert_bytes)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Submit and collect at once, for blocks whose order of work is not known here."""

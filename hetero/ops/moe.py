@@ -73,8 +73,8 @@ class MoeBlock(nn.Module):
             block = module.get_submodule(block_path) if block_path else module
             experts = module.get_submodule(path)
             spec = expert_spec(experts, config)
-            layer = layer_of(f"{name}.{path}")
-            setattr(block, leaf, _experts(spec, experts_options, experts, overlap, layer))
+            full = f"{name}.{path}" if path else name
+            setattr(block, leaf, _experts(spec, experts_options, experts, overlap, full))
             recipe = RECIPES.get(type(block).__name__)
             if recipe is None or leaf != "experts":
                 continue
@@ -135,12 +135,14 @@ class MoeBlock(nn.Module):
 
 
 def _experts(
-    spec: ExpertSpec, options: Mapping[str, Any], original: nn.Module, overlap: bool, layer: int
+    spec: ExpertSpec, options: Mapping[str, Any], original: nn.Module, overlap: bool, name: str
 ) -> nn.Module:
     """The operator in place of one experts module."""
+    layer = layer_of(name)
     device = options.get("device", "cpu")
     if device == "cpu":
-        return CpuExpertsOp(spec, make_backend(spec, options), original, overlap=overlap, layer=layer)
+        backend = make_backend(spec, options, name, layer)
+        return CpuExpertsOp(spec, backend, original, overlap=overlap, layer=layer)
     try:
         from hetero.ops.gpu.op import GpuExpertsOp
     except ModuleNotFoundError as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from torch import nn
 
 from hetero.model import build
 from hetero.trace import COPY, EXPERTS, SHARED, Lane, Reading, clock, recorder
+
+if TYPE_CHECKING:
+    from hetero.store.disk import DiskExperts, DiskReads
 
 # Chosen experts that wait to be counted; folding as many takes a fraction of a millisecond.
 _FOLD_AT = 4096
@@ -191,3 +194,18 @@ def dense_bytes(model: Any) -> dict[str, int]:
         if tied or weight is not table:
             total[weight.device.type] = total.get(weight.device.type, 0) + weight.nbytes
     return total
+
+
+def disk_experts(model: Any) -> list[DiskExperts]:
+    """The backends of a model that hold some experts in RAM and read the rest from disk."""
+    from hetero.store.disk import DiskExperts
+
+    found = (getattr(module, "backend", None) for module in model.modules())
+    return [backend for backend in found if isinstance(backend, DiskExperts)]
+
+
+def disk_reads(tiered: Sequence[DiskExperts]) -> DiskReads:
+    """What all of them have read since the start."""
+    from hetero.store.disk import DiskReads
+
+    return sum((experts.reads for experts in tiered), DiskReads())

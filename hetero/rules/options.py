@@ -9,6 +9,7 @@ from typing import Any
 from hetero.config import MAX_THREADS
 from hetero.core import InputError
 from hetero.formats import GPU_FORMATS, parse_format, parse_target
+from hetero.hw.memory import parse_bytes
 from hetero.hw.placement import NUMA_WORDS, parse_numa
 from hetero.rules.devices import check_device
 from hetero.rules.mistakes import Mistakes
@@ -17,6 +18,7 @@ from hetero.rules.source import Value, did_you_mean, listed
 
 DEFAULT_FORMAT = "int8"
 ISAS = ("auto", "scalar", "avx2", "avx512", "amx")
+TIERS = ("ram", "disk")
 BACKENDS = ("native", "torch", "kt_kernel")
 _KT_FORMATS = ("bf16", "int8 g32", "int4 g32")
 
@@ -36,7 +38,7 @@ class OpSchema:
 
 
 def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
-    """``experts: {device, format, isa, numa, threads, backend}``, defaults filled in."""
+    """``experts: {device, format, isa, numa, threads, backend, tier, ram}``, defaults filled in."""
     mistakes = Mistakes()
     with mistakes:
         if replace.kwargs is not None:
@@ -52,6 +54,8 @@ def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
         "numa": lambda: _numa(get("numa")),
         "threads": lambda: _threads(get("threads")),
         "backend": lambda: _word(get("backend"), "backend", BACKENDS),
+        "tier": lambda: _tier(get("tier"), get("backend")),
+        "ram": lambda: _ram(get("ram"), get("tier")),
     }
     options: dict[str, Any] = {}
     for key in ("isa", "numa"):
@@ -114,9 +118,9 @@ def _expert_device(experts: Value, replace: Replace, devices: Sequence[str]) -> 
         block = check_device(replace.device, replace.where, devices)
         if block != device:
             experts.where.fail(f"experts on '{device}' need their block there, which is on '{block}'")
-        for key in ("backend", "isa", "numa", "threads"):
+        for key in ("backend", "isa", "numa", "threads", "tier", "ram"):
             value = experts.data.get(key)
-            if value is not None and value.data not in ("native", "auto"):
+            if value is not None and value.data not in ("native", "auto", TIERS[0]):
                 value.where.fail(f"experts: '{key}' is about the CPU, and these experts are on '{device}'")
         _gpu_format(experts.data.get("format"), device)
     return device
@@ -177,6 +181,25 @@ def _word(value: Value | None, key: str, words: Sequence[str]) -> str:
         hint = did_you_mean(shown, words) or f"; it is one of {listed(words)}"
         value.where.fail(f"experts: unknown {key} '{shown}'{hint}")
     return str(value.data)
+
+
+def _tier(value: Value | None, backend: Value | None) -> str:
+    word = _word(value, "tier", TIERS)
+    if value is not None and word == "disk" and backend is not None and backend.data != BACKENDS[0]:
+        value.where.fail(f"experts: 'tier: disk' needs backend '{BACKENDS[0]}', not '{backend.data}'")
+    return word
+
+
+def _ram(value: Value | None, tier: Value | None) -> int | None:
+    """Bytes of RAM for the experts of all blocks that the rule places; None: what there is."""
+    if value is None:
+        return None
+    if tier is None or tier.data != "disk":
+        value.where.fail("experts: 'ram' belongs to 'tier: disk': how much of them RAM holds")
+    try:
+        return parse_bytes(value.data if isinstance(value.data, int) else str(value.text or value.data))
+    except InputError as error:
+        value.where.fail(f"experts: ram: {error}")
 
 
 def _threads(value: Value | None) -> int | None:

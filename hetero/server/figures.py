@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 
 from hetero.hw import memory
 from hetero.ops.experts import CpuExpertsOp
-from hetero.ops.watch import dense_bytes
+from hetero.ops.watch import dense_bytes, disk_experts, disk_reads
 from hetero.server.metrics import Metrics
 from hetero.server.state import AppState
 from hetero.trace import DENSE, EXPERTS, LANES, Step, clock, recorder, summarise, whole_steps
@@ -50,6 +51,7 @@ class Figures:
         found = (module for module in self._model.modules() if isinstance(module, CpuExpertsOp))
         self._experts = sorted(found, key=lambda op: op.layer)
         self._dense = dense_bytes(self._model)
+        self._tiered = disk_experts(self._model)
         # In RAM.
         self._weights = {
             "experts": sum(op.backend.nbytes for op in self._experts),
@@ -68,7 +70,7 @@ class Figures:
         return {
             "model": self._state.name,
             "context": self._state.engine.runnable.context,
-            "lanes": LANES[1:],
+            "lanes": LANES[1:] if self._tiered else LANES[1:-1],
             "gpu": "cuda" in self._dense,
             "layers": len(self._experts),
             "cores": len(os.sched_getaffinity(0)),
@@ -91,8 +93,7 @@ class Figures:
             "slots": status.slots,
             "kv": {"used": status.kv_tokens_used, "total": status.kv_tokens_total},
             "prefix": {"hits": status.prefix_hit_tokens, "prompt": status.prompt_tokens},
-            # Experts live in RAM alone; there is no cache on a GPU to hit.
-            "hit_rate": None,
+            "hit_rate": disk_reads(self._tiered).cache.hit_rate if self._tiered else None,
             "bytes_s": {
                 "gpu": rates["gpu"] if "cuda" in self._dense else None,
                 "ram": rates["ram"],
@@ -179,6 +180,10 @@ class Figures:
             own = torch.cuda.memory_allocated()
             held = {"dense weights": self._dense["cuda"], "rest": max(0, own - self._dense["cuda"])}
             tiers.append({"tier": "GPU", "parts": held | {"others": total - free - own}, "free": free})
+        if self._tiered:
+            held = {"experts": sum(experts.disk_nbytes for experts in self._tiered)}
+            free = shutil.disk_usage(self._tiered[0].path).free
+            tiers.append({"tier": "disk", "parts": held, "free": free})
         return tiers
 
 

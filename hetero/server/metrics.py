@@ -74,6 +74,10 @@ class Metrics:
         """Take (experts read, their bytes) of each tier from ``experts`` whenever they are asked for."""
         self.registry.register(_ExpertFigures(experts))
 
+    def cached(self, uses: Callable[[], tuple[int, int, float]]) -> None:
+        """Take (hits, misses, seconds waited) of the disk tier from ``uses`` whenever they are asked for."""
+        self.registry.register(_CacheFigures(uses))
+
     def placed(self, bytes_of: Mapping[str, int]) -> None:
         """Tell the bytes of weights on each tier."""
         for tier, size in bytes_of.items():
@@ -115,6 +119,23 @@ class Metrics:
     def text(self) -> bytes:
         """The exposition, for a scraper."""
         return generate_latest(self.registry)
+
+
+class _CacheFigures(Collector):
+    """How often an expert was in RAM that also lies on disk."""
+
+    def __init__(self, uses: Callable[[], tuple[int, int, float]]) -> None:
+        self._uses = uses
+
+    def collect(self) -> Iterator[Metric]:
+        hits, misses, waited = self._uses()
+        counters = {
+            "expert_cache_hits": ("Experts of the disk tier that a step found in RAM.", hits),
+            "expert_cache_misses": ("Experts that it had to read from disk.", misses),
+            "expert_disk_wait_seconds": ("Time that steps have waited for these.", waited),
+        }
+        for name, (what, value) in counters.items():
+            yield CounterMetricFamily(f"hetero:{name}", what, value)
 
 
 class _ExpertFigures(Collector):

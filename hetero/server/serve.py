@@ -25,6 +25,7 @@ from hetero.core import HeteroError, InputError, MachineError
 from hetero.engine.load import stats_recorder
 from hetero.engine.scheduler import Scheduler
 from hetero.ops.experts import CpuExpertsOp
+from hetero.ops.watch import disk_experts, disk_reads
 from hetero.server import connection, logs
 from hetero.server.app import create_app
 from hetero.server.options import Options
@@ -34,6 +35,7 @@ from hetero.stats import Recorder
 
 if TYPE_CHECKING:
     from hetero.engine.load import Loaded
+    from hetero.store.disk import DiskExperts
 
 # Most time that HTTP takes to send what is made and to close, seconds.
 CLOSE_S = 5
@@ -92,6 +94,8 @@ def serve(listener: socket.socket, name: str, load: Callable[[], Loaded], option
             engine = _start(loaded, options)
             state.metrics.placed(_weights(loaded))
             state.metrics.read(_expert_reads(loaded))
+            if tiered := disk_experts(loaded.runnable.model):
+                state.metrics.cached(lambda: _uses(tiered))
             state.attach(engine)
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
@@ -144,6 +148,8 @@ def _start(loaded: Loaded, options: Options) -> Scheduler:
 def _weights(loaded: Loaded) -> dict[str, int]:
     """Bytes of weights on each tier: experts in their arenas, the rest as torch's parameters."""
     sizes = {"cpu": loaded.expert_bytes, "gpu": 0}
+    if tiered := disk_experts(loaded.runnable.model):
+        sizes["disk"] = sum(experts.disk_nbytes for experts in tiered)
     for weight in loaded.runnable.model.parameters():
         sizes["cpu" if weight.device.type == "cpu" else "gpu"] += weight.numel() * weight.element_size()
     return sizes
@@ -152,13 +158,24 @@ def _weights(loaded: Loaded) -> dict[str, int]:
 def _expert_reads(loaded: Loaded) -> Callable[[], dict[str, tuple[int, int]]]:
     """What asks all operators how many experts, and bytes of them, steps have read."""
     operators = [op for op in loaded.runnable.model.modules() if isinstance(op, CpuExpertsOp)]
+    tiered = disk_experts(loaded.runnable.model)
 
     def now() -> dict[str, tuple[int, int]]:
         reads = [op.use.snapshot().reads for op in operators]
-        each = [op.backend.nbytes // op.spec.num_experts for op in operators]
-        return {"cpu": (sum(reads), sum(n * size for n, size in zip(reads, each, strict=True)))}
+        size = sum(n * op.expert_bytes for n, op in zip(reads, operators, strict=True))
+        found = {"cpu": (sum(reads), size)}
+        if tiered:
+            total = disk_reads(tiered)
+            found["disk"] = (total.cache.misses, total.nbytes)
+        return found
 
     return now
+
+
+def _uses(tiered: list[DiskExperts]) -> tuple[int, int, float]:
+    """(hits, misses, seconds waited) of the disk tier."""
+    total = disk_reads(tiered)
+    return total.cache.hits, total.cache.misses, total.seconds
 
 
 def _wait(asked: threading.Event, http: HttpThread, folder: Path, recorder: Recorder | None) -> None:

@@ -66,6 +66,8 @@ def test_options_come_complete(tmp_path: Path) -> None:
             "numa": "split",
             "threads": None,
             "backend": "native",
+            "tier": "ram",
+            "ram": None,
         }
     }
 

@@ -122,7 +122,7 @@ export class Live {
     set("queue", `${now.running} of ${now.slots}`);
     set("waiting", now.waiting ? `${now.waiting} waiting` : "none waiting");
     set("hit-rate", now.hit_rate === null ? "–" : `${(now.hit_rate * 100).toFixed(1)}%`);
-    set("hit-note", now.hit_rate === null ? "no GPU cache" : "of experts, in GPU memory");
+    set("hit-note", now.hit_rate === null ? "no GPU cache" : "of experts, in the faster memory");
     this.speeds = [...this.speeds, now.tokens_s].slice(-MINUTE);
     const { shares } = now;
     if (shares.step_ms !== null) {

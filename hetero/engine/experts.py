@@ -1,0 +1,169 @@
+"""The experts of one load: on which tier each is, and the file that they are read from or kept in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero.config import settings
+from hetero.core import InputError, MachineError, ModuleInfo
+from hetero.engine.packing import Packed, PackTarget, close_quietly, fill, keep, pack
+from hetero.engine.tiers import Site, Tiers, apply_slots, decide, find_sites, manifest_of, slow_note
+from hetero.hw import memory
+from hetero.model.loader import LoadPlan
+from hetero.model.source import Source
+from hetero.rules import Placement
+from hetero.rules.explain import explain, totals
+from hetero.store.cache import AUTO, PackCache, discard, find
+from hetero.store.disk import disk_speed
+from hetero.store.packfile import PackFile, PackUnusable
+
+log = logging.getLogger("hetero.load")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """What a user says of packed experts on disk: ``--pack-cache`` and ``--tier``."""
+
+    pack_cache: str = AUTO
+    tier: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A model of which all is known but its weights."""
+
+    folder: Path
+    config: Any
+    model: Any
+    modules: Sequence[ModuleInfo]
+    placement: Placement
+    checkpoint: Source
+    plan: LoadPlan
+    dtype: str
+
+
+class ExpertsOnTiers:
+    """Of one load: which experts are on which tier, and the file that they are read from or kept in."""
+
+    def __init__(
+        self,
+        ready: Ready,
+        store: StoreOptions,
+        progress: Callable[[int, int], None] | None,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._progress, self._tell = progress, tell
+        self.notes: list[str] = []
+        self._sites = find_sites(ready.modules, ready.placement)
+        self._tiers = _decide(ready, self._sites)
+        self.placement = apply_slots(ready.placement, self._tiers)
+        self._cache = PackCache.of(store.pack_cache, ready.folder)
+        self._file: PackFile | None = None
+        if not self._sites:
+            return
+        self._manifest = manifest_of(self._sites, ready.checkpoint.tensors)
+        self._file_name = self._manifest.file_name(ready.folder.resolve().stem)
+        found = find(self._cache.look, self._file_name, self._manifest)
+        self._file = found.file
+        self.notes += found.notes
+        if self._tiers.slots and self._file is None:
+            self._file = self._pack(ready)
+
+    def _pack(self, ready: Ready) -> PackFile:
+        """Make the file that the disk tier cannot do without."""
+        folder = self._cache.write or settings().cache / "packed"
+        path = folder / self._file_name
+        self._tell(
+            "the disk tier needs a file of packed experts: writing "
+            f"{memory.gib(self._manifest.nbytes)} to {path}"
+        )
+        try:
+            to = PackTarget(path, self._manifest, self._sites)
+            pack(to, ready.model, ready.checkpoint, ready.plan, progress=self._progress, tell=self._tell)
+            return PackFile(path)
+        except OSError as error:
+            raise InputError(f"{error.filename or path}: cannot be written: {error.strerror}") from None
+        except PackUnusable as error:
+            raise MachineError(f"{path} {error}") from None
+
+    def fill(self, sinks: Mapping[str, Any]) -> set[str]:
+        """Give the experts of ``sinks`` what the file has; returns the names that need nothing more."""
+        if self._file is None:
+            return set()
+        ram: dict[str, Any] = {}
+        filled = set()
+        for index, site in enumerate(self._sites):
+            backend = sinks[site.name].backend
+            if site.name in self._tiers.slots:
+                backend.attach(self._file, index)
+                filled.add(site.name)
+            else:
+                ram[site.name] = backend
+        read, damage = fill(self._file, ram, self._progress)
+        if damage is not None:
+            self.notes.append(f"{damage}; these experts were packed anew")
+        elif read:
+            self.notes.append(f"packed experts were read from {self._file.path}")
+        if self._tiers.slots:
+            speed = disk_speed(self._file)
+            self.notes.append(slow_note(self._tiers, speed, self._file.path))
+        elif damage is not None:
+            close_quietly(self._file)
+            self._file = None
+        return filled | read
+
+    def keep(self, sinks: Mapping[str, Any]) -> None:
+        """Write the file where the user wants one and there is none."""
+        if self._file is None and self._sites and self._cache.write is not None:
+            backends = {site.name: sinks[site.name].backend for site in self._sites}
+            path = self._cache.write / self._file_name
+            self.notes.append(keep(path, self._manifest, backends, self._tell))
+        if not self._tiers.slots:
+            close_quietly(self._file)
+
+
+def _decide(ready: Ready, sites: Sequence[Site]) -> Tiers:
+    """Whether all that goes into RAM fits, and how many experts of the disk tier do."""
+    lines = explain(ready.placement, ready.modules, ready.dtype)
+    own = {site.name for site in sites}
+    other = totals([line for line in lines if line.module not in own]).get("cpu", 0)
+    largest = max((info.nbytes for info in ready.checkpoint.tensors.values()), default=0)
+    return decide(sites, other, largest, f"loading {ready.folder}")
+
+
+def pack_experts(
+    ready: Ready,
+    output: Path,
+    *,
+    force: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    tell: Callable[[str], None] = log.info,
+) -> Packed:
+    """Write the packed experts of a checkpoint to a file in the folder ``output``, unless it is there.
+
+    Raises InputError for what is wrong with folder, rules or output, and where the rules leave nothing to
+    pack; MachineError for a full disk, which leaves nothing behind.
+    """
+    folder = ready.folder
+    sites = find_sites(ready.modules, ready.placement)
+    if not sites:
+        raise InputError(f"{folder}: the rules give no experts to the CPU's own operator; nothing to pack")
+    manifest = manifest_of(sites, ready.checkpoint.tensors)
+    path = output / manifest.file_name(folder.resolve().stem)
+    if force:
+        discard(path)
+    found = find((output,), path.name, manifest)
+    for note in found.notes:
+        tell(note.replace("it is not used", "it is written anew"))
+    if found.file is not None:
+        found.file.close()
+        return Packed(path, manifest.nbytes, len(sites), 0, 0, 0.0, reused=True)
+    try:
+        to = PackTarget(path, manifest, sites)
+        return pack(to, ready.model, ready.checkpoint, ready.plan, progress=progress, tell=tell)
+    except OSError as error:
+        raise InputError(f"{error.filename or path}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,169 @@
+"""Packing a model's experts into a file, and filling arenas from one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero.core import ExpertSpec, MachineError
+from hetero.cpu import CpuExperts
+from hetero.engine.tiers import Site
+from hetero.formats import parse_format
+from hetero.hw import memory
+from hetero.model.convert import is_expertwise
+from hetero.model.loader import LoadPlan, load
+from hetero.model.source import Source
+from hetero.store.cache import discard
+from hetero.store.manifest import Manifest
+from hetero.store.packfile import PackFile, PackWriter
+from hetero.store.packing import PackingSink
+
+Progress = Callable[[int, int], None]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What ``pack`` did."""
+
+    path: Path
+    nbytes: int  # of the experts in the file
+    blocks: int
+    resumed: int  # blocks that an interrupted run had left
+    source_bytes: int  # read from the checkpoint
+    seconds: float
+    reused: bool = False  # the file was there already, or another process has written it
+
+
+@dataclass(frozen=True, slots=True)
+class PackTarget:
+    """A file to write, what it shall hold, and the experts that it is of."""
+
+    path: Path
+    manifest: Manifest
+    sites: Sequence[Site]
+
+
+def pack(
+    to: PackTarget,
+    model: Any,
+    checkpoint: Source,
+    plan: LoadPlan,
+    *,
+    progress: Progress | None = None,
+    tell: Tell = lambda text: None,
+) -> Packed:
+    """Write experts to a file. ``model`` is the tree before operators replace its blocks.
+
+    A few experts are in memory at a time. What is interrupted goes on by whole blocks the next time. Raises
+    MachineError for a full disk, which leaves nothing behind, and OSError for another fault of the folder.
+    """
+    began = time.perf_counter()
+    path, manifest, sites = to.path, to.manifest, to.sites
+    writer = PackWriter(path, manifest, tell)
+    if writer.ready:
+        return Packed(path, manifest.nbytes, len(sites), 0, 0, time.perf_counter() - began, reused=True)
+    resumed = sum(writer.done(block) for block in range(len(sites)))
+    if resumed:
+        tell(f"{path.name}: going on after {resumed} of {len(sites)} blocks that are packed already")
+    try:
+        sinks = {
+            site.name: PackingSink(
+                writer, block, site.spec, _maker(site), whole=_comes_whole(site.name, plan)
+            )
+            for block, site in enumerate(sites)
+            if not writer.done(block)
+        }
+        report = load(model, checkpoint, sinks, progress=progress, plan=plan, experts_only=True)
+        writer.finish()
+    except BaseException:
+        writer.stop(keep=True)
+        raise
+    seconds = time.perf_counter() - began
+    return Packed(path, manifest.nbytes, len(sites), resumed, report.nbytes, seconds)
+
+
+def _maker(site: Site) -> Callable[[ExpertSpec], CpuExperts]:
+    options = site.options
+
+    def make(spec: ExpertSpec) -> CpuExperts:
+        return CpuExperts(spec, parse_format(site.block.formats[0]), isa=options.get("isa", "auto"))
+
+    return make
+
+
+def _comes_whole(experts: str, plan: LoadPlan) -> bool:
+    """Whether some parameter of a module is converted for all experts at once."""
+    own = [target for target in plan.names.targets if target.name.rpartition(".")[0] == experts]
+    return any(not is_expertwise(target) for target in own)
+
+
+def fill(
+    file: PackFile, backends: Mapping[str, Any], progress: Progress | None = None
+) -> tuple[set[str], str | None]:
+    """Read blocks of ``file`` into the arenas of ``backends``, by name of experts module.
+
+    Returns the names that are filled, and what was wrong with the first block that could not be read; the
+    file is removed then, since it would be as wrong the next time.
+    """
+    blocks = file.manifest.blocks
+    total = sum(block.nbytes for block in blocks if block.name in backends)
+    done = 0
+    filled: set[str] = set()
+    damage: str | None = None
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    for index, block in enumerate(blocks):
+        if block.name not in backends:
+            continue
+        try:
+            file.read_block(index, backends[block.name], count)
+        except MachineError as error:
+            damage = damage or str(error)
+            continue
+        filled.add(block.name)
+    if damage is not None:
+        discard(file.path)
+    return filled, damage
+
+
+def keep(path: Path, manifest: Manifest, backends: Mapping[str, CpuExperts], tell: Tell) -> str:
+    """Write what is in the arenas to ``path``; returns a sentence that says so, or why it could not be.
+
+    A run goes on without the file, so that nothing of it is an error here.
+    """
+    began = time.perf_counter()
+    try:
+        writer = PackWriter(path, manifest, tell)
+        if writer.ready:
+            return f"{path} has been written by another process meanwhile"
+        try:
+            for index, block in enumerate(manifest.blocks):
+                if not writer.done(index):
+                    writer.put_block(index, backends[block.name])
+            writer.finish()
+        except BaseException:
+            writer.stop(keep=True)
+            raise
+    except MachineError as error:
+        return f"packed experts are not kept: {error}"
+    except OSError as error:
+        return f"packed experts are not kept: {error.filename or path}: {error.strerror}"
+    seconds = time.perf_counter() - began
+    return f"packed experts are kept in {path} ({memory.gib(manifest.nbytes)}, {seconds:.1f} s)"
+
+
+def close_quietly(file: PackFile | None) -> None:
+    """Close a file that is not needed any more."""
+    if file is not None:
+        with suppress(OSError):
+            file.close()

@@ -1,0 +1,271 @@
+"""Experts of one MoE block of which some are in RAM and all in a file: the disk tier.
+
+Results are those of the same experts all in RAM, to the bit. Steps of up to 16 tokens whose experts fit the
+slots run as they would there, by the number of the slot; all others run by groups of experts into one result
+an expert and token, which are summed in the order that a whole step sums them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero.core import ExpertSpec, HeteroError, InputError, MachineError
+from hetero.cpu import CpuExperts, Part
+from hetero.formats import Format
+from hetero.store.packfile import PackFile
+from hetero.store.policy import CacheStats, SlotCache
+from hetero.store.reads import buffer
+from hetero.trace import READ, clock, recorder
+
+# Steps of more tokens choose kernels by the rows of an expert, and sum in an order that all experts set.
+EXACT_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DiskReads:
+    """What a disk tier has read since the start."""
+
+    cache: CacheStats = field(default_factory=CacheStats)
+    nbytes: int = 0
+    seconds: float = 0.0  # that steps have waited
+
+    def __add__(self, other: DiskReads) -> DiskReads:
+        return DiskReads(self.cache + other.cache, self.nbytes + other.nbytes, self.seconds + other.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One expert on its way into a slot."""
+
+    expert: int
+    slot: int
+    into: memoryview
+    futures: list[Future[Any]]
+
+
+class DiskExperts:
+    """The interface of ``hetero.cpu.CpuExperts`` with ``slots`` experts in RAM at most.
+
+    It takes no weights by ``put``: they are in the file that ``attach`` gives. A fault of the disk raises
+    MachineError from the call that met it; the next call tries again. ``layer``: for the trace.
+    """
+
+    def __init__(
+        self,
+        spec: ExpertSpec,
+        fmt: Format,
+        *,
+        slots: int,
+        isa: str = "auto",
+        threads: int | None = None,
+        numa: str = "off",
+        layer: int = -1,
+        **more: Any,
+    ) -> None:
+        self.spec = spec
+        self.layer = layer
+        self._cache = SlotCache(spec.num_experts, slots)
+        held = replace(spec, num_experts=self._cache.slots)
+        self._held = CpuExperts(held, fmt, isa=isa, threads=threads, numa=numa, **more)
+        # Which of them are whole is the cache's to know.
+        self._held.filled(range(self._cache.slots))
+        self._file: PackFile | None = None
+        self._block = 0
+        self._lock = threading.Lock()
+        self._nbytes = 0
+        self._seconds = 0.0
+
+    def attach(self, file: PackFile, block: int) -> None:
+        """Read experts from block ``block`` of ``file``, whose manifest is checked by the caller."""
+        self._file, self._block = file, block
+
+    @property
+    def path(self) -> Path:
+        """The file of the experts."""
+        if self._file is None:
+            raise HeteroError("experts of the disk tier have no file yet")
+        return self._file.path
+
+    @property
+    def resident(self) -> CpuExperts:
+        """The experts that are in RAM, by slot."""
+        return self._held
+
+    @property
+    def slots(self) -> int:
+        """Experts that RAM has room for."""
+        return self._cache.slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of RAM for packed experts."""
+        return self._held.nbytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert, packed."""
+        return self._held.whole_bytes
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes of all experts, in the file."""
+        return self.spec.num_experts * self.expert_bytes
+
+    @property
+    def reads(self) -> DiskReads:
+        """Counters since the start; any thread may ask."""
+        return DiskReads(self._cache.stats, self._nbytes, self._seconds)
+
+    def put(self, expert: int, part: Part, tensor: Tensor) -> None:
+        """Refused: raises InputError."""
+        raise InputError(
+            f"expert {expert} {part}: experts of the disk tier come from a file of packed experts"
+        )
+
+    def missing(self) -> list[tuple[int, Part]]:
+        """All parts while there is no file; none after."""
+        if self._file is not None:
+            return []
+        return [(expert, "up") for expert in range(self.spec.num_experts)]
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """As ``CpuExperts.forward``."""
+        with self._lock:
+            wanted = self._wanted(ids)
+            if len(ids) <= EXACT_TOKENS and len(wanted) <= self._cache.slots:
+                for _ in self._groups(wanted):
+                    return self._held.forward(x, self._slots_of(ids, wanted), weights)
+            results = torch.empty(*ids.shape, self.spec.hidden)
+            for group in self._groups(wanted):
+                self._held.pairs(x, self._slots_of(ids, group), results)
+            return self._held.weighted_sum(results, ids, weights, self.spec.num_experts)
+
+    def gate_up(self, x: Tensor, ids: Tensor) -> Tensor:
+        """As ``CpuExperts.gate_up``."""
+        return self._by_groups(x, ids, self._held.gate_up)
+
+    def down(self, h: Tensor, ids: Tensor) -> Tensor:
+        """As ``CpuExperts.down``."""
+        return self._by_groups(h, ids, self._held.down)
+
+    def _by_groups(self, x: Tensor, ids: Tensor, call: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        with self._lock:
+            out: Tensor | None = None
+            for group in self._groups(self._wanted(ids)):
+                mine = self._slots_of(ids, group)
+                part = call(x, mine)
+                out = part if out is None else torch.where((mine >= 0).unsqueeze(-1), part, out)
+            return out if out is not None else call(x, torch.full_like(ids, -1))
+
+    def _wanted(self, ids: Tensor) -> list[int]:
+        """The distinct experts of a step."""
+        found: list[int] = torch.unique(ids).tolist()
+        return [expert for expert in found if 0 <= expert < self.spec.num_experts]
+
+    def _slots_of(self, ids: Tensor, group: Sequence[int]) -> Tensor:
+        """ids with the slots of ``group`` in place of experts, -1 for all others."""
+        slots = torch.full((self.spec.num_experts + 1,), -1, dtype=torch.int64)
+        slots[list(group)] = torch.from_numpy(self._cache.slot_of())[list(group)]
+        inside = (ids >= 0) & (ids < self.spec.num_experts)
+        return slots[torch.where(inside, ids.long(), self.spec.num_experts)]
+
+    def _groups(self, wanted: list[int]) -> Iterator[list[int]]:
+        """``wanted`` in groups that are in RAM while the caller works on them. The next group is read
+        meanwhile, where there are slots for both."""
+        self._cache.touch(wanted)
+        here, absent = self._cache.lookup(wanted)
+        if len(wanted) <= self._cache.slots:
+            self._finish(self._start(absent, pinned=here))
+            if wanted:
+                yield wanted
+            return
+        size = max(1, self._cache.slots // 2)
+        groups = [here, *(absent[at : at + size] for at in range(0, len(absent), size))]
+        reads: list[_Read] = []
+        try:
+            for place, group in enumerate(groups):
+                self._finish(reads)
+                following = groups[place + 1] if place + 1 < len(groups) else []
+                early = self._cache.room(pinned=group) >= len(following)
+                reads = self._start(following, pinned=group) if early else []
+                if group:
+                    yield group
+                if not early:
+                    reads = self._start(following)
+            reads = []
+        finally:
+            self._abandon(reads)
+
+    def _start(self, experts: Sequence[int], pinned: Sequence[int] = ()) -> list[_Read]:
+        """Begin to read experts into slots of their own."""
+        if not experts:
+            return []
+        if self._file is None:
+            raise HeteroError("experts of the disk tier have no file yet")
+        reads = []
+        for one in self._cache.admit(experts, pinned):
+            view = self._held.view(one.slot)
+            into = view if view is not None else buffer(self._held.whole_bytes)
+            reads.append(_Read(one.item, one.slot, into, self._file.start(self._block, one.item, into)))
+        return reads
+
+    def _finish(self, reads: list[_Read]) -> None:
+        """Wait for experts. What cannot be read loses its slot; then raises MachineError of the first."""
+        if not reads:
+            return
+        assert self._file is not None
+        began = clock()
+        failed: MachineError | None = None
+        size = 0
+        for read in reads:
+            try:
+                self._file.finish(self._block, read.expert, read.into, read.futures)
+            except MachineError as error:
+                self._cache.drop([read.expert])
+                failed = failed or error
+                continue
+            size += len(read.into)
+            if self._held.view(read.slot) is None:
+                self._held.restore(read.slot, read.into)
+        self._nbytes += size
+        self._seconds += (clock() - began) / 1e9
+        if recorder.active:
+            recorder.add(("disk", READ, self.layer, began, clock(), len(reads), size))
+        if failed is not None:
+            raise failed
+
+    def _abandon(self, reads: list[_Read]) -> None:
+        """Something else has failed: slots may be used again only when no read writes to them any more."""
+        for read in reads:
+            for future in read.futures:
+                future.exception()
+            self._cache.drop([read.expert])
+
+
+def disk_speed(file: PackFile, seconds: float = 0.25) -> float:
+    """Bytes a second that reading experts from ``file`` gives, measured now for about ``seconds``.
+
+    Raises MachineError where they cannot be read.
+    """
+    blocks = file.manifest.blocks
+    began, done, place = time.perf_counter(), 0, 0
+    while (spent := time.perf_counter() - began) < seconds and place < 4096:
+        block = place % len(blocks)
+        # Far from each other, as experts of a step are; a quarter of a second at several GB/s reads no twice.
+        experts = sorted({(place * 7 + i * 13) % blocks[block].experts for i in range(8)})
+        size = blocks[block].stride
+        reads = [(e, into, file.start(block, e, into)) for e in experts for into in [buffer(size)]]
+        for expert, into, futures in reads:
+            file.finish(block, expert, into, futures)
+        done += size * len(experts)
+        place += 1
+    return done / max(spent, 1e-9)

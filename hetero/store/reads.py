@@ -1,0 +1,145 @@
+"""Files read and written past the page cache, several requests in flight.
+
+Direct I/O wants offsets, lengths and addresses that are multiples of a disk's block: all here are of 4096. A
+file system without it (tmpfs, some network ones) is used through the page cache, with the same results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from hetero.core import MachineError
+
+ALIGN = 4096
+"""What offsets and lengths are multiples of."""
+
+PIECE = 2 << 20
+"""Bytes of one request."""
+
+IN_FLIGHT = 8
+"""Requests at once, all files together: what brings an NVMe disk near its speed with pieces of this size."""
+
+
+def aligned(nbytes: int) -> int:
+    """Rounded up to a multiple of ALIGN."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def buffer(nbytes: int) -> memoryview:
+    """Memory that direct I/O can use, zeroed, of at least so many bytes."""
+    return memoryview(mmap.mmap(-1, max(ALIGN, aligned(nbytes))))
+
+
+class DirectFile:
+    """A file for positioned reads (``write`` False) or reads and writes. Any thread may use it."""
+
+    def __init__(self, path: Path, *, write: bool = False, descriptor: int | None = None) -> None:
+        """Takes over ``descriptor``, or opens ``path``. Raises OSError."""
+        self.path = path
+        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
+        self._fd = descriptor if descriptor is not None else os.open(path, flags)
+        self._direct: int | None = None
+        self._unused: int | None = None  # a direct descriptor that this file cannot use after all
+        with contextlib.suppress(OSError):  # a file system that has none says EINVAL
+            self._direct = os.open(path, flags | os.O_DIRECT)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the page cache is left out."""
+        return self._direct is not None
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into``. Raises OSError, and EOFError where the file ends before."""
+        self._each(os.preadv, offset, into)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of ``data``. Raises OSError."""
+        self._each(os.pwritev, offset, data)
+
+    def read_small(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of a header, through the page cache; fewer where the file ends."""
+        return os.pread(self._fd, nbytes, offset)
+
+    def write_small(self, offset: int, data: bytes) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done:], offset + done)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def resize(self, nbytes: int) -> None:
+        os.ftruncate(self._fd, nbytes)
+
+    def sync(self) -> None:
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Once more is no harm."""
+        for descriptor in (self._fd, self._direct, self._unused):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+        self._fd, self._direct, self._unused = -1, None, None
+
+    def _each(self, call: Callable[[int, list[memoryview], int], int], offset: int, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            # What direct I/O has left in the middle of a block goes through the page cache.
+            fits = self._direct is not None and not (offset + done) % ALIGN and not (len(data) - done) % ALIGN
+            descriptor = self._direct if fits and self._direct is not None else self._fd
+            try:
+                count = call(descriptor, [data[done:]], offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and descriptor == self._direct:
+                    # This disk cannot, though its file system let it be opened. Other threads may be using
+                    # the descriptor, so it stays open.
+                    self._unused, self._direct = self._direct, None
+                    continue
+                raise
+            if count == 0:
+                raise EOFError(f"{self.path}: ends at byte {offset + done}")
+            done += count
+
+
+class _Pool:
+    """Threads of all reads and writes of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="hetero-disk")
+            return self._threads.submit(call, *args)
+
+
+_pool = _Pool()
+submit = _pool.submit
+"""Run a call on the threads of the disk."""
+
+
+def settle(futures: list[Future[Any]]) -> None:
+    """Wait for all; then raise what the first of them has raised, if any. Buffers are free after it."""
+    failed: BaseException | None = None
+    for future in futures:
+        error = future.exception()
+        failed = failed if failed is not None else error
+    if failed is not None:
+        raise failed
+
+
+def explain(path: Path, what: str, error: Exception) -> MachineError:
+    """A fault of the disk in one sentence."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return MachineError(f"{path}: {what} cannot be read: {reason}")
