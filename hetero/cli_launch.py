@@ -149,6 +149,13 @@ def as_shell(tool: str, setup: Setup) -> str:
     return "\n".join(lines)
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The library would send the key to whatever address an answer names."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
 def served_model(url: str, key: str) -> str:
     """The model that the server at ``url`` has ready.
 
@@ -158,7 +165,7 @@ def served_model(url: str, key: str) -> str:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(f"{url}/v1/models", headers=headers)
     # A proxy of the environment is for other machines.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
     try:
         with opener.open(request, timeout=ANSWER_S) as answer:
             body = json.loads(answer.read(1 << 20))
@@ -166,6 +173,12 @@ def served_model(url: str, key: str) -> str:
         with opener.open(urllib.request.Request(health, headers=headers), timeout=ANSWER_S):
             pass
     except urllib.error.HTTPError as error:
+        if 300 <= error.code < 400:
+            there = error.headers.get("location", "elsewhere")
+            raise InputError(
+                f"{url}: sends on to {there!r}, where a key would go too: give the server's own address "
+                "(--url)"
+            ) from None
         if error.code == 401:
             raise InputError(f"the server at {url} asks for an API key; set {KEY_VARIABLE}") from None
         if error.code == 503:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hetero import inject
-from hetero.config import settings
+from hetero.config import ISAS, settings
 from hetero.core import InputError
 from hetero.engine.experts import ExpertsOnTiers, Ready, StoreOptions, pack_experts
 from hetero.engine.generate import Runnable
@@ -153,6 +153,8 @@ def prepare(
     """Everything of ``load_model`` that comes before weights and memory. Raises InputError."""
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
+    if isa not in ISAS:
+        raise InputError(f"--isa {isa}: must be one of {', '.join(ISAS)}")
     config = load_config(folder)
     devices = ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count())))
     ruleset = load_rules(rules or default_rules_for(config.model_type, len(devices) > 1), overrides)

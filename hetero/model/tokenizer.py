@@ -21,6 +21,7 @@ from hetero.model.detokenize import (
     VisibleDetokenizer,
     unicode_bytes,
 )
+from hetero.model.longest import longest_token
 from hetero.model.template import RENDER_S, OverdueError, tighten_sandbox, time_limit
 
 # How vocabularies with a byte fallback write a byte that is no character.
@@ -74,6 +75,11 @@ class Tokenizer:
         Raises InputError for text that is no valid Unicode.
         """
         return self._encode(text, special=True)
+
+    def least_tokens(self, text: str) -> int:
+        """At least as many tokens ``encode`` makes of ``text``; 0 where nothing is known of the tokenizer."""
+        longest = self._longest
+        return 0 if longest is None else -(-len(text) // longest)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation, ending where the assistant's turn begins. Errors: as ``render``."""
@@ -168,6 +174,10 @@ class Tokenizer:
         if self._byte_level:
             return ByteDetokenizer(self._bytes_of)
         return TextDetokenizer(self._plain_decode, self._replacement)
+
+    @cached_property
+    def _longest(self) -> int | None:
+        return None if self.serialized is None else longest_token(self.serialized)
 
     @cached_property
     def _byte_level(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,9 +30,11 @@ class Where:
     file: str
     line: int  # from 1
     rule: str | None = None
+    option: str | None = None  # of the command line, where that gives the value and not the file
 
     def fail(self, message: str) -> NoReturn:
-        raise RuleError([Mistake(self.file, self.line, f"{self}: {message}")])
+        by = f" (given by {self.option})" if self.option else ""
+        raise RuleError([Mistake(self.file, self.line, f"{self}: {message}{by}")])
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" + (f": {self.rule}" if self.rule else "")
@@ -49,9 +51,9 @@ class Value:
 
     def named(self, rule: str) -> Value:
         """The same tree, with the rule's name in every position."""
-        where = Where(self.where.file, self.where.line, rule)
+        where = replace(self.where, rule=rule)
         if isinstance(self.data, dict):
-            keys = {k: Where(w.file, w.line, rule) for k, w in (self.keys or {}).items()}
+            keys = {k: replace(w, rule=rule) for k, w in (self.keys or {}).items()}
             return Value({k: v.named(rule) for k, v in self.data.items()}, where, "", keys)
         if isinstance(self.data, list):
             return Value([v.named(rule) for v in self.data], where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hetero.core import InputError
@@ -53,7 +54,8 @@ def apply_overrides(
         data = parse_scalar(text)
         if data is None:
             raise InputError(f"--set {name}={text}: the value is empty")
-        merged[name] = Value(data, variables[name].where, text)
+        where = replace(variables[name].where, option=f"--set {name}={text}")
+        merged[name] = Value(data, where, text)
     return merged
 
 
@@ -95,9 +97,10 @@ def _put_in(value: Value, variables: Mapping[str, Value], used: set[str]) -> Val
     whole = _USE.fullmatch(value.data)
     if whole and value.data.endswith("}"):
         found = _look_up(whole[1], value, variables, used)
-        return Value(found.data, value.where, found.text)
+        return Value(found.data, replace(value.where, option=found.where.option), found.text)
     text = _USE.sub(lambda use: _text_of(use, value, variables, used), value.data)
-    return Value(text, value.where, text)
+    options = (variables[use[1]].where.option for use in _USE.finditer(value.data))
+    return Value(text, replace(value.where, option=next(filter(None, options), None)), text)
 
 
 def _text_of(use: re.Match[str], value: Value, variables: Mapping[str, Value], used: set[str]) -> str:

@@ -75,6 +75,7 @@ def plan_of(state: AppState, body: ChatBody, client: str) -> Plan:
     one_call = body.parallel_tool_calls is False
     grammar, dialect = _held(state, body, prompt, wanted)
     visible = tokenizer.special(dialect.tags)
+    state.check_text(prompt)
     ids = tuple(tokenizer.encode_rendered(prompt))
     vocabulary = state.engine.runnable.vocabulary
     requests = [

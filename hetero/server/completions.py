@@ -75,6 +75,7 @@ def _encoded(state: AppState, prompt: Prompt) -> tuple[int, ...]:
         return tuple(prompt)
     if state.tokenizer is None:
         raise InputError("prompt: this model has no tokenizer; give a list of token ids")
+    state.check_text(prompt)
     return tuple(state.tokenizer.encode(prompt))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -22,9 +22,12 @@ def router(state: AppState) -> APIRouter:
     # /health is what most tools ask before they send work, so it says the same as /health/ready.
     @routes.get("/health", summary="200 when requests are served; 503 while loading or draining.")
     @routes.get("/health/ready", summary="200 when requests are served; 503 while loading or draining.")
-    async def ready() -> JSONResponse:
+    async def ready(http: Request) -> JSONResponse:
         phase = state.phase
-        body: dict[str, Any] = {"status": "ok" if phase == "ready" else phase, "model": state.name}
+        body: dict[str, Any] = {"status": "ok" if phase == "ready" else phase}
+        # It answers without a key, and what is served here is not for everybody's eyes then.
+        if not getattr(http.state, "stranger", False):
+            body["model"] = state.name
         if phase != "loading":
             status = state.engine.status()
             body |= {"running": status.running, "waiting": status.waiting}

@@ -13,6 +13,9 @@ from hetero.server.dialects import choose
 from hetero.server.safety import Policy
 from hetero.server.state import Limits
 
+# A connection is a request, and connection.MOST of them are taken; each of a list of prompts waits too.
+MOST_SLOTS = 512
+MOST_QUEUE = 4096
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#@\s]+")
 
 
@@ -36,8 +39,8 @@ class Options:
     def __post_init__(self) -> None:
         # Tells names that there are not.
         choose("", self.tool_format, self.reasoning_format)
-        _at_least("--slots", self.slots, 1)
-        _at_least("--max-queue", self.max_queue, 0)
+        _between("--slots", self.slots, 1, MOST_SLOTS)
+        _between("--max-queue", self.max_queue, 0, MOST_QUEUE)
         for name, value in (("--ctx", self.context), ("--kv-tokens", self.kv_tokens)):
             if value is not None:
                 _at_least(name, value, 2)
@@ -60,6 +63,11 @@ class Options:
                 f"--ctx {self.context}: the KV cache holds {self.kv_tokens} tokens (--kv-tokens), so no "
                 "request could ever use that context"
             )
+
+
+def _between(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InputError(f"{name} {value}: must be from {least} to {most}")
 
 
 def _at_least(name: str, value: int, least: int) -> None:

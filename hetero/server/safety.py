@@ -130,8 +130,12 @@ class Guard:
         headers = Headers(scope=scope)
         self._check_host(headers.get("host"))
         self._check_origin(scope["method"], headers)
-        if self._digests and not is_open(scope["path"]):
+        try:
             self._check_key(headers)
+        except RefusedError:
+            if not is_open(scope["path"]):
+                raise
+            scope.setdefault("state", {})["stranger"] = True
         return await self._with_body(headers, receive, held)
 
     def _check_host(self, host: str | None) -> None:
@@ -159,6 +163,8 @@ class Guard:
             raise RefusedError(403, "pages of this origin may not use the server (--cors-origin lets them)")
 
     def _check_key(self, headers: Headers) -> None:
+        if not self._digests:
+            return
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         digest = _digest(given)

@@ -108,6 +108,25 @@ class AppState:
                 "(--max-prompt-tokens)"
             )
 
+    def check_text(self, text: str) -> None:
+        """Raises InputError for a text that is too long for a prompt whatever its tokens, before seconds go
+        into reading it."""
+        tokenizer = self.tokenizer
+        context, most = self.engine.runnable.context, self.limits.prompt_tokens
+        if tokenizer is None:
+            return
+        least = tokenizer.least_tokens(text)
+        if most is not None and least > most:
+            raise InputError(
+                f"the prompt has at least {least} tokens and this server takes at most {most} "
+                "(--max-prompt-tokens)"
+            )
+        if context is not None and least >= context:
+            raise InputError(
+                f"the prompt has at least {least} tokens ({len(text)} characters) and the context of this "
+                f"model holds {context}"
+            )
+
     def submit(self, request: Request, sink: Sink) -> Handle:
         """Queue ``request``; ``sink`` gets its events from the engine's thread. The way of every route.
 

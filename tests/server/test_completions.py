@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,19 @@ import torch
 
 from hetero.engine.request import Request
 from hetero.engine.sample import SamplingParams
-from tests.server.serving import CONTEXT, END, TEXT, Served, counts, near, serving, tokenizer
+from hetero.server.state import Limits
+from tests.server.serving import (
+    CHAT,
+    CONTEXT,
+    END,
+    TEXT,
+    VOCABULARY,
+    Served,
+    counts,
+    near,
+    serving,
+    tokenizer,
+)
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +270,26 @@ def test_beyond_the_context(served: Served) -> None:
         error = served.refused(TEXT, prompt=[5] * 600, max_tokens=4096, stream=stream)
         assert "600" in error["message"]
         assert "512" in error["message"]
+
+
+def test_a_text_that_is_too_long_is_refused_unread(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("the text was read")
+
+    most = max(len(served.tokenizer.token_bytes(token)) for token in range(VOCABULARY))
+    text = "the whale " * 200_000
+    monkeypatch.setattr(type(served.tokenizer), "_encode", read)
+    for path, body in (
+        (TEXT, {"prompt": text}),
+        (CHAT, {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/responses", {"input": text}),
+    ):
+        told = served.refused(path, **body)["message"]
+        least = int(re.findall(r"at least (\d+) tokens", told)[0])
+        assert len(text) // 2 // most < least < len(text)
+        assert f"holds {CONTEXT}" in told
+    monkeypatch.setattr(served.state, "limits", Limits(prompt_tokens=20))
+    assert "takes at most 20" in served.refused(TEXT, prompt=text)["message"]
 
 
 def test_without_a_tokenizer() -> None:

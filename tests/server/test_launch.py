@@ -37,6 +37,11 @@ class Stub(BaseHTTPRequestHandler):
             status = 401
         elif self.mode == "loading" and self.path == "/health/ready":
             status = 503
+        elif self.mode == "moved":
+            self.send_response(302)
+            self.send_header("location", "http://127.0.0.1:9/v1/models")
+            self.end_headers()
+            return
         elif self.mode == "other":
             body = {"hello": "world"}  # type: ignore[dict-item]
         self.send_response(status)
@@ -144,6 +149,8 @@ def test_asks_the_server_first(url: str, path: str) -> None:
     assert hetero("claude", "--url", url, HETERO_API_KEY=SECRET).returncode == 0
     Stub.mode = "loading"
     ends(3, "not ready yet")
+    Stub.mode = "moved"
+    ends(2, "sends on to 'http://127.0.0.1:9/v1/models', where a key would go too", HETERO_API_KEY=SECRET)
     Stub.mode = "other"
     ends(2, "does not answer as a hetero server does")
 

@@ -244,6 +244,14 @@ def test_only_with_a_key(locked: Server) -> None:
     assert locked.client.post(MESSAGES, json={}).json()["type"] == "error"
     for path in ("/", "/health", "/health/live", "/health/ready"):
         assert locked.client.get(path).status_code == 200, path
+    for path in ("/health", "/health/ready"):
+        assert "model" not in locked.client.get(path).json()
+        key = {"x-api-key": "second-secret-key"}
+        assert (
+            locked.client.get(path, headers=key).json()["model"]
+            == locked.client.get("/v1/models", headers=key).json()["data"][0]["id"]
+        )
+        assert "model" not in locked.client.get(path, headers={"x-api-key": "second-secret-kez"}).json()
     # No trick with the path opens another one.
     for path in ("/health/../v1/models", "/page/../v1/models", "/%76%31/models", "//v1/models"):
         assert locked.client.get(path).status_code in (401, 404), path

@@ -205,7 +205,7 @@ def test_port_in_use() -> None:
     [
         (("--host", "0.0.0.0"), "--allow-remote"),
         (("--tool-format", "smoke-signals"), "--tool-format smoke-signals: must be one of auto, "),
-        (("--slots", "0"), "--slots 0: must be at least 1"),
+        (("--slots", "0"), "--slots 0: must be from 1 to 512"),
         (("--ctx", "5000"), "--ctx 5000: the context of this model holds 1024 tokens"),
         (("--ctx", "512", "--kv-tokens", "256"), "--ctx 512: the KV cache holds 256 tokens"),
         (("--request-timeout", "-1"), "--request-timeout -1: must be above 0"),

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from hetero.core import InputError
 from hetero.server import logs, safety
+from hetero.server.options import Options
 from hetero.server.safety import Guard, Policy, caller, own_names
 
 
@@ -159,3 +161,16 @@ def test_a_log_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "a whole line", None, None))
     handler.close()
     assert (tmp_path / "log").read_text().endswith("INFO a whole line\n")
+
+
+@pytest.mark.parametrize("number", [-1, 0, 513, 10**9, 10**30])
+def test_absurd_numbers_of_slots(number: int) -> None:
+    with pytest.raises(InputError, match=f"--slots {number}: must be from 1 to 512"):
+        Options(slots=number)
+
+
+@pytest.mark.parametrize("number", [-1, 4097, 10**9])
+def test_absurd_queues(number: int) -> None:
+    Options(max_queue=0)
+    with pytest.raises(InputError, match=f"--max-queue {number}: must be from 0 to 4096"):
+        Options(max_queue=number)

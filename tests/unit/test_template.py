@@ -15,6 +15,9 @@ from tests.model.tiny import tiny_tokenizer
 
 ASK = [{"role": "user", "content": "the sea"}]
 
+DOUBLED = "{{% set ns = namespace(x={start}) %}}{{% for i in range(60) %}}{step}{{% endfor %}}"
+SET_BLOCK = "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"
+
 
 @pytest.mark.parametrize(
     ("template", "words"),
@@ -27,11 +30,56 @@ ASK = [{"role": "user", "content": "the sea"}]
         ("{{ 10 ** 10 * [1] }}", "items"),
         ("{{ 7 ** (7 ** 12) }}", "bits"),
         ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ '%1000000000d' % 1 }}", "a width"),
+        ("{{ '%(x)01000000000d' % {'x': 1} }}", "a width"),
+        ("{{ '%.1000000000f' % 1.5 }}", "a width"),
+        ("{{ '%*d' % (10 ** 9, 1) }}", "a width"),
+        ("{{ '%-*.*f' % (1, 10 ** 9, 1) }}", "a width"),
+        ("{{ '%s%9999999999999999999999999999s' | format('a', 'b') }}", "a width"),
+        ("{{ '{:>1000000000}'.format(1) }}", "a width"),
+        ("{{ '{:{w}}'.format(1, w=10 ** 9) }}", "a width"),
+        ("{{ '{:.1000000000f}'.format(1.5) }}", "a width"),
+        ("{{ '{x:01000000000}'.format_map({'x': 1}) }}", "a width"),
+        ("{{ 'a'.center(10 ** 9) }}", "a width"),
+        ("{{ 'a'.ljust(10 ** 9) }}{{ 'a'.rjust(10 ** 9) }}", "a width"),
+        ("{{ 'a'.zfill(10 ** 9) }}", "a width"),
+        ("{{ '\t'.expandtabs(10 ** 9) }}", "a width"),
+        ("{{ 'a' | center(10 ** 9) }}", "a width"),
+        ("{{ 'a\nb' | indent(10 ** 9) }}", "a width"),
+        ("{{ [1] | tojson(indent=10 ** 9) }}", "a width"),
+        ("{{ strftime_now('%1000000000d') }}", "a width"),
+        (DOUBLED.format(start="'ab'", step="{% set ns.x = ns.x + ns.x %}"), "text"),
+        (DOUBLED.format(start="'ab'", step="{% set ns.x = ns.x ~ ns.x %}"), "text"),
+        (DOUBLED.format(start="[1]", step="{% set ns.x = ns.x + ns.x %}"), "a list"),
+        (DOUBLED.format(start="'ab'", step=SET_BLOCK), "text"),
+        ("{% set x = 'a' * 10 ** 6 %}{{ x.replace('a', x) }}", "text"),
+        ("{% set x = 'a' * 10 ** 6 %}{{ x | replace('a', x) }}", "text"),
+        ("{% set x = 'a' * 10 ** 6 %}{{ ([x] * 10 ** 6) | join }}", "text"),
+        ("{% set x = 'a' * 10 ** 6 %}{{ x.join(range(90000) | list) }}", "text"),
+        ("{% set x = 'a' * 10 ** 6 %}{{ range(90000) | join(x) }}", "text"),
+        ("{% set x = 'a' * 10 ** 6 %}{{ x.translate({97: x}) }}", "text"),
+        ("{% set x = 'a' * 10 ** 6 %}{{ ('{0}' * 1000).format(x) }}", "text"),
     ],
 )
 def test_harm_is_refused(template: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         Tokenizer(tiny_tokenizer(template), "tiny").chat(ASK)
+
+
+def test_what_real_templates_do_is_left_alone() -> None:
+    template = (
+        "{{ '%05.1f|%-4d|%s' % (1.25, 7, 'x') }} {{ '{:>4}|{:04d}|{}'.format('a', 7, 'b') }} "
+        "{{ 'a' | center(5) }} {{ ['a', 'b'] | join(', ') }} {{ 'a-b' | replace('-', '+') }} "
+        "{{ 'ab'.replace('a', 'c') }} {{ {'a': [1, 'é']} | tojson }} {{ {'a': 1} | tojson(indent=2) }} "
+        "{{ 'x' ~ 1 ~ none }} {{ 'a' + 'b' }} {{ ['a'] + ['b'] }} {{ '%s: %s' | format('k', 'v') }} "
+        "{{ 'a\nb' | indent(2) }} {{ 7 % 4 }} {{ 'x'.join(['1', '2']) }} "
+        "{% set z %}in{{ 1 }}{% endset %}{{ z }} {{ strftime_now('%Y') | length }}"
+    )
+    text = Tokenizer(tiny_tokenizer(template), "tiny").render(ASK)
+    assert text == (
+        '001.2|7   |x    a|0007|b   a   a, b a+b cb {"a": [1, "é"]} {\n  "a": 1\n} x1None ab '
+        "['a', 'b'] k: v a\n  b 3 1x2 in1 4"
+    )
 
 
 def test_endless_loops_end(monkeypatch: pytest.MonkeyPatch) -> None:
