@@ -274,18 +274,19 @@ NB_MODULE(_cpu, m) {
   nb::class_<Experts>(m, "Experts")
       .def(
           "__init__",
-          [](Experts* self, const std::string& isa, int32_t format, int32_t group, int64_t experts,
-             int64_t hidden, int64_t intermediate, bool bias, int32_t kind, bool gate, float alpha,
-             float gate_max, float up_limit, float act_max, float up_offset, int32_t spread,
-             const std::vector<int>& nodes, int only) {
+          [](Experts* self, const std::string& isa, int32_t format, int32_t group, int32_t down_format,
+             int32_t down_group, int64_t experts, int64_t hidden, int64_t intermediate, bool bias,
+             int32_t kind, bool gate, float alpha, float gate_max, float up_limit, float act_max,
+             float up_offset, int32_t spread, const std::vector<int>& nodes, int only) {
             const Act act = {kind, gate, alpha, gate_max, up_limit, act_max, up_offset};
-            new (self) Experts({experts, hidden, intermediate, format, group, bias, act},
-                               {static_cast<Spread>(spread), nodes, only}, choose_isa(isa));
+            new (self)
+                Experts({experts, hidden, intermediate, format, group, down_format, down_group, bias, act},
+                        {static_cast<Spread>(spread), nodes, only}, choose_isa(isa));
           },
-          nb::arg("isa"), nb::arg("format"), nb::arg("group"), nb::arg("experts"), nb::arg("hidden"),
-          nb::arg("intermediate"), nb::arg("bias"), nb::arg("kind"), nb::arg("gate"), nb::arg("alpha"),
-          nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("act_max"), nb::arg("up_offset"),
-          nb::arg("spread"), nb::arg("nodes"), nb::arg("only"))
+          nb::arg("isa"), nb::arg("format"), nb::arg("group"), nb::arg("down_format"), nb::arg("down_group"),
+          nb::arg("experts"), nb::arg("hidden"), nb::arg("intermediate"), nb::arg("bias"), nb::arg("kind"),
+          nb::arg("gate"), nb::arg("alpha"), nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("act_max"),
+          nb::arg("up_offset"), nb::arg("spread"), nb::arg("nodes"), nb::arg("only"))
       .def("set_isa",
            [](Experts& e, const std::string& isa) {
              const IsaChoice choice = choose_isa(isa);
@@ -293,14 +294,18 @@ NB_MODULE(_cpu, m) {
              const Held own;
              e.set_isa(choice);
            })
-      // Bands (most rows, instruction set, class) of small steps and of large ones, see Plan.
+      // Bands (most rows, instruction set, class) of small steps and of large ones, see Plan; of gate and up,
+      // and of down.
       .def("set_plan",
-           [](Experts& e, const Bands& exact, const Bands& large) {
-             Plan plan = {make_bands(exact, e.config().format, true),
-                          make_bands(large, e.config().format, false)};
+           [](Experts& e, const Bands& exact, const Bands& large, const Bands& down_exact,
+              const Bands& down_large) {
+             const int32_t format = e.config().format, down_format = e.config().down_format;
+             Plan up = {make_bands(exact, format, true), make_bands(large, format, false)};
+             Plan down = {make_bands(down_exact, down_format, true),
+                          make_bands(down_large, down_format, false)};
              nb::gil_scoped_release release;
              const Held own;
-             e.set_plan(std::move(plan));
+             e.set_plan(std::move(up), std::move(down));
            })
       .def_prop_ro("nbytes", [](Experts& e) { return e.weights().nbytes(); })
       .def_prop_ro("stride", [](Experts& e) { return e.weights().stride(); })
@@ -409,11 +414,12 @@ NB_MODULE(_cpu, m) {
         e.down(context(), address<void>(h), static_cast<DType>(type),
                {address<void>(ids), wide, tokens, slots}, reinterpret_cast<float*>(out));
       });
-  m.def("experts_bytes", [](int32_t format, int32_t group, int64_t experts, int64_t hidden,
-                            int64_t intermediate, bool bias, bool gate) {
+  m.def("experts_bytes", [](int32_t format, int32_t group, int32_t down_format, int32_t down_group,
+                            int64_t experts, int64_t hidden, int64_t intermediate, bool bias, bool gate) {
     Act act = {};
     act.has_gate = gate;
-    return experts * Weights::expert_bytes({experts, hidden, intermediate, format, group, bias, act});
+    return experts * Weights::expert_bytes(
+                         {experts, hidden, intermediate, format, group, down_format, down_group, bias, act});
   });
   // A checksum of 64 bits; it runs at the speed of memory.
   m.def("checksum", [](uintptr_t data, int64_t bytes) {

@@ -92,15 +92,22 @@ struct Routing {
 class Experts {
  public:
   Experts(const ExpertsConfig& config, const Placement& placement, IsaChoice isa)
-      : config_(config), isa_(isa), plan_(default_plan(isa, config.format)), weights_(config, placement) {}
+      : config_(config), weights_(config, placement) {
+    set_isa(isa);
+  }
 
   const ExpertsConfig& config() const { return config_; }
   // The packed bytes serve every instruction set, so another may take over between steps, with its own plan.
   void set_isa(IsaChoice isa) {
     isa_ = isa;
-    plan_ = default_plan(isa, config_.format);
+    up_plan_ = default_plan(isa, config_.format);
+    down_plan_ = default_plan(isa, config_.down_format);
   }
-  void set_plan(Plan plan) { plan_ = std::move(plan); }
+  // Kernels of gate and up, and of down.
+  void set_plan(Plan up, Plan down) {
+    up_plan_ = std::move(up);
+    down_plan_ = std::move(down);
+  }
   Weights& weights() { return weights_; }
 
   // out [tokens, hidden] float32 = sum over slots, in slot order, of weight * expert(x). x [tokens, hidden].
@@ -125,8 +132,8 @@ class Experts {
            const float* weights, float* out) const;
 
   ExpertsConfig config_;
-  IsaChoice isa_;
-  Plan plan_;
+  IsaChoice isa_ = {};
+  Plan up_plan_, down_plan_;
   Weights weights_;
 };
 

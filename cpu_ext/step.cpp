@@ -26,21 +26,30 @@ struct Step {
         store(experts.weights_),
         up(store.up_layout()),
         down(store.down_layout()),
-        quantised(takes_codes(op.config_.format)),
+        up_side{up, experts.up_plan_, takes_codes(up.format)},
+        down_side{down, experts.down_plan_, takes_codes(down.format)},
         ctx(context),
         ws(context.workspace),
         mode(step_mode) {}
 
+  // The projections into the experts (gate and up), or out of them: their weights, kernels, and the form of
+  // the rows that they read.
+  struct Side {
+    const Layout& layout;
+    const Plan& plan;
+    const bool quantised;
+    RowForm form = {};
+  };
+
   const Experts& op;
   const Weights& store;
   const Layout &up, &down;
-  const bool quantised;
+  Side up_side, down_side;
   Context& ctx;
   Workspace& ws;
   const Mode mode;
   bool exact = false;
   bool in_place = false;  // the input is the store's f32
-  RowForm form = {};      // of the input rows and of the hidden rows
 
   const uint8_t* x = nullptr;  // [x_rows, k_in] of `type`
   DType type = DType::kF32;
@@ -66,17 +75,26 @@ struct Step {
     float* row;
   };
 
-  const Layout& in_layout() const { return mode == Mode::kDown ? down : up; }
+  Side& in_side() { return mode == Mode::kDown ? down_side : up_side; }
+  const Side& in_side() const { return mode == Mode::kDown ? down_side : up_side; }
+  const Layout& in_layout() const { return in_side().layout; }
 
   // Inputs of both projections pass through the buffer where they are laid out as tiles.
-  int64_t gather_k() const { return form.halves ? std::max(up.k_pad, down.k_pad) : in_layout().k_pad; }
+  RowForm gather_form() const {
+    const RowForm form = in_side().form;
+    return {form.codes, form.floats, form.halves || down_side.form.halves};
+  }
+  int64_t gather_k() const {
+    return gather_form().halves ? std::max(up.k_pad, down.k_pad) : in_layout().k_pad;
+  }
 
   int64_t row_floats() const {
     return std::max(std::max(up.k_pad, down.k_pad), std::max(up.n_pad, down.n_pad)) + kUnit;
   }
 
   size_t buffer_bytes() const {
-    return static_cast<size_t>(kScratchBytes) + RowStore::bytes(form, tile_rows(max_rows), gather_k()) +
+    return static_cast<size_t>(kScratchBytes) +
+           RowStore::bytes(gather_form(), tile_rows(max_rows), gather_k()) +
            align64(static_cast<size_t>(tile_floats) * 4) + align64(static_cast<size_t>(row_floats()) * 4);
   }
 
@@ -86,7 +104,7 @@ struct Step {
     b.node = ctx.pool->node_of(thread);
     b.scratch = cursor;
     cursor += kScratchBytes;
-    b.gather = RowStore::carve(&cursor, form, tile_rows(max_rows), gather_k());
+    b.gather = RowStore::carve(&cursor, gather_form(), tile_rows(max_rows), gather_k());
     b.gather.k_pad = in_layout().k_pad;
     b.tile = reinterpret_cast<float*>(cursor);
     cursor += align64(static_cast<size_t>(tile_floats) * 4);
@@ -94,30 +112,30 @@ struct Step {
     return b;
   }
 
-  const Band& band(int64_t rows) const {
-    const std::vector<Band>& bands = exact ? op.plan_.exact : op.plan_.large;
+  const Band& band(const Side& side, int64_t rows) const {
+    const std::vector<Band>& bands = exact ? side.plan.exact : side.plan.large;
     size_t at = 0;
     while (rows > bands[at].rows) ++at;
     return bands[at];
   }
 
   // Whether the kernel of so many rows reads bf16, and whether as tiles.
-  bool halves(int64_t rows) const { return band(rows).kernel->input != kInFormat; }
-  bool tiled(int64_t rows) const { return band(rows).kernel->input == kInTiles; }
+  bool halves(const Side& side, int64_t rows) const { return band(side, rows).kernel->input != kInFormat; }
+  bool tiled(const Side& side, int64_t rows) const { return band(side, rows).kernel->input == kInTiles; }
 
-  RowForm form_of_groups() const {
+  RowForm form_of_groups(const Side& side) const {
     bool some = false, all = true;
     for (const auto& g : ws.groups) {
-      const bool these = halves(g.rows);
+      const bool these = halves(side, g.rows);
       some = some || these;
       all = all && these;
     }
     if (ws.groups.empty()) all = false;
-    return {quantised && !all, !quantised && !all, some};
+    return {side.quantised && !all, !side.quantised && !all, some};
   }
 
-  GemmFn kernel(int64_t group_rows, bool first) const {
-    const Band& b = band(group_rows);
+  GemmFn kernel(const Side& side, int64_t group_rows, bool first) const {
+    const Band& b = band(side, group_rows);
     if (first) b.calls->fetch_add(1, std::memory_order_relaxed);
     return b.kernel->fn;
   }
@@ -127,6 +145,7 @@ struct Step {
   void input_row(int64_t row, float* tmp) {
     const uint8_t* src = x + static_cast<size_t>(row * k_in) * element_bytes(type);
     const int64_t k_pad = xs.k_pad;
+    const RowForm form = in_side().form;
     const float* values = reinterpret_cast<const float*>(src);
     if (type != DType::kF32) {
       widen(src, type, k_in, 1, tmp);
@@ -274,18 +293,19 @@ struct Step {
 
   // The input rows of an item, side by side: in place where they already are.
   Rows gather(const Workspace::Group& g, const Workspace::Item& item, const RowStore& to) const {
-    if (tiled(g.rows)) return lay(xs, item.rows, to, [&](int64_t m) { return source(g, item.row + m); });
+    if (tiled(in_side(), g.rows))
+      return lay(xs, item.rows, to, [&](int64_t m) { return source(g, item.row + m); });
     const int64_t first = source(g, item.row);
     bool adjacent = true;
     for (int64_t m = 1; m < item.rows && adjacent; ++m) adjacent = source(g, item.row + m) == first + m;
     if (adjacent) return xs.at(first, item.rows);
-    const bool as_halves = halves(g.rows);
+    const bool as_halves = halves(in_side(), g.rows);
     const size_t k = static_cast<size_t>(xs.k_pad), n = k / kActGroup;
     for (int64_t m = 0; m < item.rows; ++m) {
       const size_t src = static_cast<size_t>(source(g, item.row + m)), dst = static_cast<size_t>(m);
       if (as_halves) {
         std::memcpy(to.bf16 + dst * k, xs.bf16 + src * k, k * 2);
-      } else if (quantised) {
+      } else if (in_side().quantised) {
         std::memcpy(to.q + dst * k, xs.q + src * k, k);
         std::memcpy(to.scale + dst * n, xs.scale + src * n, n * 4);
         std::memcpy(to.sum + dst * n, xs.sum + src * n, n * 4);
@@ -317,7 +337,8 @@ struct Step {
     const int64_t ld = cols * mats;
     const Rows rows = gather(g, item, b.gather);
     const uint8_t* w = store.up_block(g.expert, item.part, store.arena_of(item.part, b.node), block0);
-    kernel(g.rows, item.row == 0 && item.unit == 0)(w, blocks * mats, &up, &rows, b.tile, ld, b.scratch);
+    kernel(up_side, g.rows, item.row == 0 && item.unit == 0)(w, blocks * mats, &up, &rows, b.tile, ld,
+                                                             b.scratch);
     const float* gate_bias = store.bias(g.expert, Weights::kGateBias);
     const float* up_bias = store.bias(g.expert, Weights::kUpBias);
     for (int64_t m = 0; m < item.rows; ++m) {
@@ -334,7 +355,7 @@ struct Step {
       if (mode == Mode::kGateUp) {
         store_gate_up(tile, blocks, col0, valid, ws.order[static_cast<size_t>(position)]);
       } else {
-        activate(tile, blocks, col0, valid, position, b.row, halves(g.rows));
+        activate(tile, blocks, col0, valid, position, b.row, halves(down_side, g.rows));
       }
     }
   }
@@ -357,6 +378,7 @@ struct Step {
     const int64_t mats = store.mats(), k_pad = hs.k_pad;
     const bool last = col0 + blocks * kBlockRows >= up.n_pad;
     const int64_t end = last ? k_pad : col0 + blocks * kBlockRows;
+    const bool quantised = down_side.quantised;
     float* h = quantised || as_halves ? row : hs.f32 + position * k_pad + col0;
     for (int64_t i = 0; i < blocks; ++i) {
       const int64_t n = std::min<int64_t>(kBlockRows, valid - i * kBlockRows);
@@ -395,8 +417,8 @@ struct Step {
     const int arena = store.arena_of(part, b.node);
     for (const auto& g : ws.groups) {
       const Rows rows = hs.at(g.first, g.rows);
-      kernel(g.rows, chunk == 0)(store.down_block(g.expert, part, arena, block0), blocks, &down, &rows,
-                                 b.tile + g.first * ld, ld, b.scratch);
+      kernel(down_side, g.rows, chunk == 0)(store.down_block(g.expert, part, arena, block0), blocks, &down,
+                                            &rows, b.tile + g.first * ld, ld, b.scratch);
       if (op.config_.has_bias) {
         const float* bias = store.bias(g.expert, Weights::kDownBias) + col0;
         for (int64_t m = 0; m < g.rows; ++m) add_bias(bias, valid, b.tile + (g.first + m) * ld);
@@ -432,12 +454,14 @@ struct Step {
     const int64_t position = g.first + item.row;
     const bool whole = mode == Mode::kWhole;
     const Rows rows = mode == Mode::kDown ? gather(g, item, b.gather)
-                      : tiled(g.rows) ? lay(hs, item.rows, b.gather, [&](int64_t m) { return position + m; })
-                                      : hs.at(position, item.rows);
+                      : tiled(down_side, g.rows)
+                          ? lay(hs, item.rows, b.gather, [&](int64_t m) { return position + m; })
+                          : hs.at(position, item.rows);
     float* to = whole ? y + (position - wave_begin) * ldy + col0 : b.tile;
     const int64_t ld = whole ? ldy : item.units * kBlockRows;
     const uint8_t* w = store.down_block(g.expert, item.part, store.arena_of(item.part, b.node), item.unit);
-    kernel(g.rows, item.row == 0 && item.unit == 0)(w, item.units, &down, &rows, to, ld, b.scratch);
+    kernel(down_side, g.rows, item.row == 0 && item.unit == 0)(w, item.units, &down, &rows, to, ld,
+                                                               b.scratch);
     for (int64_t m = 0; m < item.rows; ++m) {
       if (op.config_.has_bias) add_bias(store.bias(g.expert, Weights::kDownBias) + col0, valid, to + m * ld);
       if (!whole) {
@@ -495,7 +519,10 @@ struct Step {
   void run(const Routing& routing, int64_t first_pair) {
     if (mode == Mode::kSum) return sum(routing, first_pair);
     group_pairs(routing, first_pair);
-    form = form_of_groups();
+    const bool makes_hidden = mode == Mode::kWhole || mode == Mode::kPairs;
+    in_side().form = form_of_groups(in_side());
+    if (makes_hidden) down_side.form = form_of_groups(down_side);
+    const RowForm form = in_side().form, h_form = down_side.form;
     const int64_t hidden = op.config_.hidden, pairs = tokens * slots;
     x_rows = mode == Mode::kDown ? pairs : tokens;
     k_in = in_layout().k;
@@ -508,7 +535,7 @@ struct Step {
 
     int64_t largest = 1;
     for (const auto& g : ws.groups) largest = std::max(largest, g.rows);
-    const int64_t row_bytes = static_cast<int64_t>(RowStore::bytes(form, 1, gather_k()));
+    const int64_t row_bytes = static_cast<int64_t>(RowStore::bytes(gather_form(), 1, gather_k()));
     max_rows =
         std::min(largest, std::clamp<int64_t>(kGatherBytes / std::max<int64_t>(1, row_bytes), 32, 256));
     tile_floats = kTileFloats;
@@ -521,16 +548,16 @@ struct Step {
     }
     ldy = down.n_pad;
     const int64_t y_rows = mode == Mode::kWhole && !exact ? std::min(pairs_kept, most_pairs()) : 0;
-    const int64_t h_rows = mode == Mode::kWhole || mode == Mode::kPairs ? pairs_kept : 0;
+    const int64_t h_rows = makes_hidden ? pairs_kept : 0;
 
     thread_bytes = buffer_bytes();
-    ws.memory.reserve(RowStore::bytes(x_form, x_rows, k_pad) + RowStore::bytes(form, h_rows, down.k_pad) +
+    ws.memory.reserve(RowStore::bytes(x_form, x_rows, k_pad) + RowStore::bytes(h_form, h_rows, down.k_pad) +
                       align64(static_cast<size_t>(y_rows * ldy) * 4) +
                       thread_bytes * static_cast<size_t>(threads));
     uint8_t* cursor = ws.memory.data();
     xs = RowStore::carve(&cursor, x_form, x_rows, k_pad);
     if (in_place) xs.f32 = const_cast<float*>(reinterpret_cast<const float*>(x));  // only read
-    hs = RowStore::carve(&cursor, form, h_rows, down.k_pad);
+    hs = RowStore::carve(&cursor, h_form, h_rows, down.k_pad);
     y = reinterpret_cast<float*>(cursor);
     cursor += align64(static_cast<size_t>(y_rows * ldy) * 4);
     thread_memory = cursor;
@@ -592,15 +619,16 @@ struct Step {
 void Experts::run(Context& context, Mode mode, const void* x, DType type, const Routing& routing,
                   const float* weights, float* out) const {
   std::lock_guard<std::mutex> hold(context.lock);
-  const bool quantised = takes_codes(config_.format);
-  const RowForm form = {quantised, !quantised, true};  // at most
   const int64_t slots = routing.slots, hidden = config_.hidden, inter = config_.intermediate;
   const int64_t in_width = mode == Mode::kDown ? slots * inter : mode == Mode::kSum ? slots * hidden : hidden;
   const int64_t out_width = mode == Mode::kGateUp                        ? slots * inter * weights_.mats()
                             : mode == Mode::kWhole || mode == Mode::kSum ? hidden
                                                                          : slots * hidden;
-  const int64_t up_row = static_cast<int64_t>(RowStore::bytes(form, 1, weights_.up_layout().k_pad));
-  const int64_t down_row = static_cast<int64_t>(RowStore::bytes(form, 1, weights_.down_layout().k_pad));
+  auto most_bytes = [](const Layout& layout) {
+    const bool quantised = takes_codes(layout.format);
+    return static_cast<int64_t>(RowStore::bytes({quantised, !quantised, true}, 1, layout.k_pad));
+  };
+  const int64_t up_row = most_bytes(weights_.up_layout()), down_row = most_bytes(weights_.down_layout());
   const int64_t per_token =
       (mode == Mode::kDown ? 0 : up_row) + (mode == Mode::kGateUp ? 0 : slots * down_row);
   const int64_t most = std::max<int64_t>(1, context.tuning.store_bytes / std::max<int64_t>(1, per_token));

@@ -4,11 +4,13 @@
 #include <time.h>
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <stdexcept>
 
 #include "arena.h"
+#include "codes.h"
 #include "dispatch.h"
 #include "pack.h"
 #include "rows.h"
@@ -35,7 +37,28 @@ void evict(const uint8_t* data, int64_t bytes) {
   _mm_mfence();
 }
 
+// Any codes of a format that no weights are turned into, with scales that keep the products near one.
+void pack_random_codes(const Layout& layout, std::mt19937& random, uint8_t* to) {
+  const Traits& t = kTraits[layout.format];
+  std::vector<uint8_t> codes(static_cast<size_t>(layout.n * layout.k));
+  std::uniform_int_distribution<int> any(t.valid[0], t.valid[1]);
+  for (uint8_t& code : codes) code = static_cast<uint8_t>(any(random));
+  constexpr uint16_t kOne = 0x3c00;  // as fp16
+  constexpr uint8_t kInteger = 7;
+  auto filled = [&](int64_t bytes, bool halves) {
+    std::vector<uint8_t> all(static_cast<size_t>(bytes), kInteger);
+    for (size_t i = 0; halves && i < all.size(); i += 2) std::memcpy(&all[i], &kOne, 2);
+    return all;
+  };
+  const auto scales = filled(layout.n * row_scale_bytes(layout), t.scale == Scale::kHalf);
+  const auto extra = filled(layout.n * row_extra_bytes(layout), t.beside != Beside::kZeros);
+  const Quantised q = {codes.data(), scales.data(), extra.data()};
+  for (int64_t b = 0; b < block_count(layout); ++b)
+    pack_codes_block(layout, b, q, to + b * layout.block_bytes);
+}
+
 void pack_random(const Layout& layout, std::mt19937& random, uint8_t* to) {
+  if (layout.format > kNvfp4) return pack_random_codes(layout, random, to);
   std::vector<float> values(static_cast<size_t>(layout.n * layout.k));
   std::uniform_real_distribution<float> uniform(-1, 1);
   for (float& v : values) v = uniform(random);

@@ -15,11 +15,18 @@ constexpr int64_t kPage = 4096;
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-Layout checked_layout(const ExpertsConfig& c, int64_t n, int64_t k) {
+Layout checked_layout(int32_t format, int32_t group, int64_t n, int64_t k) {
   Layout layout;
-  if (!make_layout(c.format, c.group, n, k, &layout))
+  if (!make_layout(format, group, n, k, &layout))
     throw std::invalid_argument("no such format, group or shape");
   return layout;
+}
+
+Layout layout_of_up(const ExpertsConfig& c) {
+  return checked_layout(c.format, c.group, c.intermediate, c.hidden);
+}
+Layout layout_of_down(const ExpertsConfig& c) {
+  return checked_layout(c.down_format, c.down_group, c.hidden, c.intermediate);
 }
 
 int64_t bias_bytes(const ExpertsConfig& c, int mats) {
@@ -40,8 +47,8 @@ void add_shares(int64_t total, int parts, int first, std::vector<int64_t>* begin
 
 Weights::Weights(const ExpertsConfig& config, const Placement& placement)
     : config_(config),
-      up_(checked_layout(config, config.intermediate, config.hidden)),
-      down_(checked_layout(config, config.hidden, config.intermediate)),
+      up_(layout_of_up(config)),
+      down_(layout_of_down(config)),
       mats_(config.act.has_gate ? 2 : 1),
       parts_(placement.spread == Spread::kSplit ? static_cast<int>(placement.nodes.size()) : 1),
       copies_(placement.spread == Spread::kReplicate ? static_cast<int>(placement.nodes.size()) : 1),
@@ -67,8 +74,7 @@ Weights::Weights(const ExpertsConfig& config, const Placement& placement)
 }
 
 int64_t Weights::expert_bytes(const ExpertsConfig& c) {
-  return hetero::expert_bytes(checked_layout(c, c.intermediate, c.hidden),
-                              checked_layout(c, c.hidden, c.intermediate), c.act.has_gate != 0, c.has_bias);
+  return hetero::expert_bytes(layout_of_up(c), layout_of_down(c), c.act.has_gate != 0, c.has_bias);
 }
 
 int64_t Weights::nbytes() const {

@@ -17,7 +17,8 @@ struct GgmlSource;
 
 struct ExpertsConfig {
   int64_t experts, hidden, intermediate;
-  int32_t format, group;
+  int32_t format, group;            // of gate and up
+  int32_t down_format, down_group;  // of down
   bool has_bias;
   Act act;
 };

@@ -20,7 +20,15 @@ def pool_time(phases: int, chunks: int, work: int, pause: int, repeats: int, /) 
 def pool_exercise(chunks: int, microseconds: int, failing: int) -> int: ...
 def checksum(data: int, bytes: int, /) -> int: ...
 def experts_bytes(
-    format: int, group: int, experts: int, hidden: int, intermediate: int, bias: bool, gate: bool
+    format: int,
+    group: int,
+    down_format: int,
+    down_group: int,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    bias: bool,
+    gate: bool,
 ) -> int: ...
 
 class Experts:
@@ -29,6 +37,8 @@ class Experts:
         isa: str,
         format: int,
         group: int,
+        down_format: int,
+        down_group: int,
         experts: int,
         hidden: int,
         intermediate: int,
@@ -45,7 +55,14 @@ class Experts:
         only: int,
     ) -> None: ...
     def set_isa(self, isa: str, /) -> None: ...
-    def set_plan(self, exact: list[tuple[int, str, int]], large: list[tuple[int, str, int]], /) -> None: ...
+    def set_plan(
+        self,
+        exact: list[tuple[int, str, int]],
+        large: list[tuple[int, str, int]],
+        down_exact: list[tuple[int, str, int]],
+        down_large: list[tuple[int, str, int]],
+        /,
+    ) -> None: ...
     def read(self, first: int, count: int, /) -> int: ...
     def copy(self, source: int, target: int, /) -> None: ...
     def shares(self, expert: int, /) -> list[tuple[int, int]]: ...

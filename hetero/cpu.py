@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import hashlib
 import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -30,6 +28,7 @@ from hetero.formats import Format
 from hetero.hw import cpu as hw_cpu
 from hetero.hw import memory, placement, topology
 from hetero.hw.topology import Topology
+from hetero.kernel_choice import kernel_choice
 from hetero.quant.ggml_types import PLAIN, Bytes, checked_bytes, ggml_type, tables
 from hetero.quant.pack import check_codes
 
@@ -83,55 +82,6 @@ def _tell_refused_tiles(best: str) -> None:
     """One log line in a process whose operating system refuses it the AMX tiles that the processor has."""
     if _cpu.kernels.features()["amx_denied"]:
         log.warning("the operating system refuses this process AMX tiles (arch_prctl); %s is used", best)
-
-
-def kernel_choice(isa: str, fmt: Format) -> tuning.Choice:
-    """Which kernels an instruction set of this machine uses for a format, by rows, as HETERO_TUNE says.
-
-    Unless told otherwise the kernels of a format are timed once and the times kept in the cache folder.
-    Only kernels of ``isa`` and simpler sets run then, none of "scalar". Raises InputError where HETERO_TUNE
-    names a file that has no measured times.
-    """
-    chosen = settings()
-    return _choice(isa, fmt, chosen.tune, chosen.cache)
-
-
-@cache
-def _choice(isa: str, fmt: Format, tune: str, folder: Path) -> tuning.Choice:
-    """Once a process for each setting, so that all layers of a model use the same plan."""
-    own, others = _kernels_of(isa, fmt)
-    if isa == "scalar":
-        tune = "off"
-
-    def measure(kernels: Sequence[tuning.Kernel]) -> tuning.Times:
-        ids = [(kernel.isa, tuning.CLASSES.index(kernel.row_class)) for kernel in kernels]
-        seconds = _cpu.kernel_seconds(fmt.code, fmt.group, ids, list(tuning.ROWS), tuning.SECONDS)
-        return {kernel.name: tuple(row) for kernel, row in zip(kernels, seconds, strict=True)}
-
-    return tuning.choose(
-        str(fmt), own, others, tune=tune, folder=folder, identity=_code_identity, measure=measure
-    )
-
-
-def _kernels_of(isa: str, fmt: Format) -> tuple[list[tuning.Kernel], list[tuning.Kernel]]:
-    """Kernels of a format: those of the set itself, by class, and those of other names of simpler sets."""
-    names = _cpu.kernels.select(_cpu.kernels.features())["kernels"]
-    simpler = [one for one in reversed(isas()[: isas().index(isa)]) if one != "scalar"]
-    own, *rest = (
-        [tuning.Kernel(one, c, names[one][f"{fmt.name}.{c}"]) for c in tuning.CLASSES]
-        for one in (isa, *simpler)
-    )
-    mine = {kernel.name for kernel in own}
-    others = {kernel.name: kernel for kernels in reversed(rest) for kernel in reversed(kernels)}
-    return own, [kernel for name, kernel in others.items() if name not in mine]
-
-
-@cache
-def _code_identity() -> dict[str, Any]:
-    """What measured times are of: the processor, what of it may be used, the code that ran."""
-    code = hashlib.sha256(Path(_cpu.__file__).read_bytes()).hexdigest()
-    features = sorted(name for name, there in _cpu.kernels.features().items() if there)
-    return {"cpu": hw_cpu.signature(), "features": features, "extension": code}
 
 
 def kernel_counts() -> dict[str, int]:
@@ -225,6 +175,7 @@ def _warn_unbound(error: int) -> None:
 class CpuExperts:
     """Packed experts of one MoE block, and the operator over them.
 
+    Gate and up are in ``fmt``, down in ``down_format`` where that is another.
     ``threads`` sets the pool of the whole process. ``numa`` is "off", "split", "replicate" or "node N", see
     ``hw.placement.place``; where the kernel refuses to bind memory to nodes the experts work all the same,
     and one warning says so. Raises MachineError when memory or the instruction set is lacking, InputError for
@@ -235,6 +186,7 @@ class CpuExperts:
         self,
         spec: ExpertSpec,
         fmt: Format,
+        down_format: Format | None = None,
         *,
         isa: str = "auto",
         threads: int | None = None,
@@ -242,14 +194,15 @@ class CpuExperts:
     ) -> None:
         self.spec = spec
         self.format = fmt
+        self.down_format = down_format or fmt
         self.isa = pick_isa(isa)
         if threads is not None:
             set_threads(threads)
         _start_pool()
         act = spec.activation
         self._where = where = placement.place(numa, machine())
-        needed = packed_nbytes(spec, fmt) * where.copies
-        what = f"{spec.num_experts} experts of {spec.hidden} x {spec.intermediate} in {fmt}"
+        needed = packed_nbytes(spec, fmt, down_format) * where.copies
+        what = f"{spec.num_experts} experts of {spec.hidden} x {spec.intermediate} in {self._formats}"
         # Pages are taken when experts arrive, so what other operators still wait for counts as used.
         promised = sum(other.promised_bytes for other in _live)
         if promised:
@@ -263,6 +216,8 @@ class CpuExperts:
                 isa=self.isa,
                 format=fmt.code,
                 group=fmt.group,
+                down_format=self.down_format.code,
+                down_group=self.down_format.group,
                 experts=spec.num_experts,
                 hidden=spec.hidden,
                 intermediate=spec.intermediate,
@@ -292,6 +247,17 @@ class CpuExperts:
         _live.add(self)
 
     @property
+    def _formats(self) -> str:
+        same = self.down_format == self.format
+        return str(self.format) if same else f"{self.format}, down in {self.down_format}"
+
+    def format_of(self, part: Part) -> Format:
+        """The format of a part; a bias is float32."""
+        if part.endswith("_bias"):
+            return Format("f32")
+        return self.down_format if part == "down" else self.format
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the packed experts."""
         return self._experts.nbytes
@@ -319,13 +285,13 @@ class CpuExperts:
                 expert, _PARTS.index(part), tensor.data_ptr(), _DTYPES[tensor.dtype], strides[0], strides[1]
             )
         except ValueError as error:
-            raise InputError(f"{what} in {self.format}: {error}") from None
+            raise InputError(f"{what} in {self.format_of(part)}: {error}") from None
         self._put.add((expert, part))
 
     def put_codes(
         self, expert: int, part: Part, codes: Tensor, scales: Tensor, extra: Tensor | None = None
     ) -> None:
-        """Store a matrix that is quantised in this format already, without changing a value.
+        """Store a matrix that is quantised in the part's format already, without changing a value.
 
         ``codes`` [N, K] with ``scales`` and ``extra`` as ``hetero.quant.pack.pack_codes`` takes them. Raises
         InputError on other types or shapes, codes that are not numbers, or a part that cannot come now.
@@ -335,7 +301,7 @@ class CpuExperts:
             raise InputError(f"{what}: a bias has no codes")
         try:
             # The extension looks at the values itself, many times faster.
-            stored = check_codes(self.format, codes, scales, extra, values=False)
+            stored = check_codes(self.format_of(part), codes, scales, extra, values=False)
             self._experts.put_codes(
                 expert,
                 _PARTS.index(part),
@@ -360,8 +326,9 @@ class CpuExperts:
             raise InputError(f"{what}: a bias is no matrix of blocks")
         try:
             kind = ggml_type(type_name)
-            if kind.format not in (None, self.format):
-                raise InputError(f"{kind.name} is kept by {kind.format}, these weights are {self.format}")
+            fmt = self.format_of(part)
+            if kind.format not in (None, fmt):
+                raise InputError(f"{kind.name} is kept by {kind.format}, these weights are {fmt}")
             n, k = _part_shape(self.spec, part)
             raw, number = checked_bytes(kind, data, n, k), _PARTS.index(part)
             if kind.format is None:
@@ -463,17 +430,19 @@ class CpuExperts:
         """Kernels by rows as measured; the extension starts from the default plan."""
         if self.isa not in isas():  # the twin, which is there for tests
             return
-        choice = kernel_choice(self.isa, self.format)
-        if choice.times is not None:
-            self.set_plan(choice.plan)
+        up, down = (kernel_choice(self.isa, fmt) for fmt in (self.format, self.down_format))
+        if up.times is not None or down.times is not None:
+            self.set_plan(up.plan, down.plan)
 
-    def set_plan(self, plan: tuning.Plan) -> None:
-        """Use these kernels by rows until ``use`` is called."""
-        exact, large = (
+    def set_plan(self, plan: tuning.Plan, down_plan: tuning.Plan | None = None) -> None:
+        """Use these kernels by rows until ``use`` is called. ``down_plan``: for down where its format is
+        another."""
+        bands = [
             [(b.rows or MOST_ROWS, b.kernel.isa, tuning.CLASSES.index(b.kernel.row_class)) for b in bands]
-            for bands in (plan.exact, plan.large)
-        )
-        self._experts.set_plan(exact, large)
+            for one in (plan, down_plan or plan)
+            for bands in (one.exact, one.large)
+        ]
+        self._experts.set_plan(*bands)
 
     def plain_read(self, first: int = 0, count: int | None = None) -> int:
         """Read the packed bytes of ``count`` experts (default: all) once with the pool's threads, each node's
@@ -627,12 +596,15 @@ def _address_of(buffer: memoryview) -> int:
     return np.frombuffer(buffer, dtype=np.uint8).ctypes.data
 
 
-def packed_nbytes(spec: ExpertSpec, fmt: Format) -> int:
-    """Bytes of all experts of a block, packed. Raises InputError where the format cannot hold the shape."""
+def packed_nbytes(spec: ExpertSpec, fmt: Format, down_format: Format | None = None) -> int:
+    """Bytes of all experts of a block, packed. Raises InputError where a format cannot hold the shape."""
+    down = down_format or fmt
     try:
         return _cpu.experts_bytes(
             fmt.code,
             fmt.group,
+            down.code,
+            down.group,
             spec.num_experts,
             spec.hidden,
             spec.intermediate,

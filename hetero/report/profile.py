@@ -18,6 +18,7 @@ from hetero.hw import cpu as hw_cpu
 from hetero.hw import memory
 from hetero.hw.caches import l3_bytes
 from hetero.hw.placement import place
+from hetero.kernel_choice import kernel_choice
 from hetero.report.advice import advise
 from hetero.report.measure import Budget, Layers, Peaks, measure_cell, measure_sweep, step_ops
 from hetero.report.schema import (
@@ -206,7 +207,7 @@ class _Profile:
         """What the steps use; timed here where no earlier run has. The last set's times hold all kernels."""
         times: tuning.Times | None = None
         for isa in reversed(self.options.isas):
-            found = cpu.kernel_choice(isa, fmt)
+            found = kernel_choice(isa, fmt)
             times = times or found.times
             exact, large = (
                 [RowsBand(rows=band.rows, kernel=band.kernel.name) for band in bands]

@@ -12,6 +12,8 @@ from torch import Tensor
 from hetero.core import Activation, ActKind, ExpertSpec
 from hetero.cpu import CpuExperts
 from hetero.formats import BLOCK_ROWS, FIXED_GROUPS, Format, block_bytes, padded_k
+from hetero.quant.pack import Codes, dequantise, pack_codes
+from tests.cpu.kernel_runner import random_codes, random_scales
 
 Weights = dict[tuple[int, str], Tensor]
 
@@ -29,11 +31,29 @@ def random_weights(spec: ExpertSpec, generator: torch.Generator, scale: float = 
 
 
 def fill(experts: CpuExperts, weights: Weights) -> CpuExperts:
-    """Put every part; returns the operator."""
-    for (expert, part), tensor in weights.items():
-        experts.put(expert, part, tensor)  # type: ignore[arg-type]
+    """Put every part; returns the operator. A format that only keeps values gets random codes instead, with
+    scales that make values as large as ``random_weights``."""
+    for number, ((expert, part), tensor) in enumerate(weights.items()):
+        fmt = experts.format_of(part)  # type: ignore[arg-type]
+        if fmt.kept_only:
+            codes = random_kept(fmt, *tensor.shape, torch.Generator().manual_seed(number))
+            experts.put_codes(expert, part, *codes)  # type: ignore[arg-type]
+        else:
+            experts.put(expert, part, tensor)  # type: ignore[arg-type]
     assert experts.missing() == []
     return experts
+
+
+def random_kept(fmt: Format, n: int, k: int, generator: torch.Generator) -> Codes:
+    """Codes of a format that only keeps values; the values are about as large as 1 / sqrt(k)."""
+    codes = random_codes(fmt, n, k, generator)
+    scales, extra = random_scales(fmt, n, k, generator)
+    size = dequantise(fmt, pack_codes(fmt, codes, scales, extra), n, k).std() * math.sqrt(k)
+    scaled = [
+        part / size.half() if part is not None and part.dtype == torch.float16 else part
+        for part in (scales, extra)
+    ]
+    return Codes(codes, scaled[0] if scaled[0] is not None else scales, scaled[1])
 
 
 def random_routing(
@@ -48,13 +68,14 @@ def random_routing(
 
 def decoded(experts: CpuExperts) -> Weights:
     """Float64 parts read back from the arena by the layout of cpu_ext/kernels.h."""
-    spec, fmt, raw = experts.spec, experts.format, experts._experts
+    spec, raw = experts.spec, experts._experts
+    fmt, down_format = experts.format, experts.down_format
     memory = np.ctypeslib.as_array(
         (ctypes.c_uint8 * (spec.num_experts * raw.stride)).from_address(raw.address)
     )
     weights: Weights = {}
     mats = 2 if spec.has_gate else 1
-    up_block, down_block = block_bytes(fmt, spec.hidden), block_bytes(fmt, spec.intermediate)
+    up_block, down_block = block_bytes(fmt, spec.hidden), block_bytes(down_format, spec.intermediate)
     up_blocks, down_blocks = -(-spec.intermediate // BLOCK_ROWS), -(-spec.hidden // BLOCK_ROWS)
     for e in range(spec.num_experts):
         expert = memory[e * raw.stride : (e + 1) * raw.stride]
@@ -63,7 +84,7 @@ def decoded(experts: CpuExperts) -> Weights:
         for i, part in enumerate(["gate", "up"][2 - mats :]):
             weights[e, part] = _matrix(fmt, front[:, i], spec.intermediate, spec.hidden)
         down = rest[: down_blocks * down_block].reshape(down_blocks, down_block)
-        weights[e, "down"] = _matrix(fmt, down, spec.hidden, spec.intermediate)
+        weights[e, "down"] = _matrix(down_format, down, spec.hidden, spec.intermediate)
         if spec.has_bias:
             at = down_blocks * down_block
             for part in ["gate", "up", "down"][2 - mats :]:
@@ -78,6 +99,8 @@ def _matrix(fmt: Format, blocks: np.ndarray, n: int, k: int) -> Tensor:
     """Decode packed blocks [blocks, bytes] to float64 [n, k]."""
     count, k_pad = blocks.shape[0], padded_k(fmt, k)
     blocks = np.ascontiguousarray(blocks)
+    if fmt.kept_only:  # tests/cpu/test_pack.py computes these values apart
+        return dequantise(fmt, torch.from_numpy(blocks.reshape(-1)), n, k).double()
     if fmt.name == "f32":
         values = blocks.view(np.float32)[:, : k_pad * 16].reshape(count, k_pad, 16).transpose(0, 2, 1)
     elif fmt.name == "bf16":
@@ -153,10 +176,20 @@ def activate(act: Activation, gate: Tensor, up: Tensor, has_gate: bool) -> Tenso
 
 
 def operator(
-    spec: ExpertSpec, weights: Weights, x: Tensor, ids: Tensor, w: Tensor, *, quantised: bool
+    spec: ExpertSpec,
+    weights: Weights,
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    *,
+    quantised: bool,
+    down_quantised: bool | None = None,
 ) -> Tensor:
-    """float64 [T, hidden]; ``quantised`` rounds x and h to int8 as the operator does."""
+    """float64 [T, hidden]; ``quantised`` rounds x and h to int8 as the operator does; ``down_quantised``: h,
+    where that differs."""
     round_rows = quantised_rows if quantised else torch.Tensor.double
+    down_quantised = quantised if down_quantised is None else down_quantised
+    round_hidden = quantised_rows if down_quantised else torch.Tensor.double
     rows = round_rows(x)
     out = torch.zeros(x.shape[0], spec.hidden, dtype=torch.float64)
     for e in range(spec.num_experts):
@@ -170,7 +203,7 @@ def operator(
 
         up = linear("up", rows[token])
         gate = linear("gate", rows[token]) if spec.has_gate else up
-        h = round_rows(activate(spec.activation, gate, up, spec.has_gate))
+        h = round_hidden(activate(spec.activation, gate, up, spec.has_gate))
         out.index_add_(0, token, w[token, slot].double()[:, None] * linear("down", h))
     return out
 

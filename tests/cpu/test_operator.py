@@ -13,10 +13,12 @@ from torch import Tensor
 from hetero import _cpu, cpu
 from hetero.core import Activation, ActKind, ExpertSpec, InputError, MachineError
 from hetero.cpu import CpuExperts
-from hetero.formats import parse_format
+from hetero.formats import expert_bytes, parse_format
 from hetero.hw import memory
 from hetero.quant.pack import dequantise, quantise, quantise_codes
+from tests.cpu.kernel_runner import KEPT
 from tests.cpu.reference import (
+    activate,
     decoded,
     fill,
     operator,
@@ -68,10 +70,12 @@ def check(
     then against float64 of the values themselves, no worse than the int8 ones by more than 1e-3."""
     spec, fmt, (x, ids, w) = experts.spec, experts.format, step
     weights = weights or decoded(experts)
-    want = operator(spec, weights, x, ids, w, quantised=fmt.rounds_activations)
+    formats = fmt, experts.down_format
+    rounds, down_rounds = (one.rounds_activations for one in formats)
+    want = operator(spec, weights, x, ids, w, quantised=rounds, down_quantised=down_rounds)
     error = relative(y, want)
-    if error > (within or limit(str(fmt), x.shape[0])):
-        assert fmt.rounds_activations, error
+    if error > (within or max(limit(str(one), x.shape[0]) for one in formats)):
+        assert rounds or down_rounds, error
         assert x.shape[0] > 16, error
         plain = operator(spec, weights, x, ids, w, quantised=False)
         assert relative(y, plain) <= (within or relative(want, plain) + 1e-3), error
@@ -581,6 +585,73 @@ def test_codes_keep_their_values(fmt: str, generator: torch.Generator) -> None:
     x, ids, w = random_routing(spec, 3, generator)
     for other in (whole, split):
         assert torch.equal(other.forward(x, ids, w), packed.forward(x, ids, w))
+
+
+@pytest.mark.parametrize(
+    "fmt", ["int8a g64", "int4z g32", "int8z g128", *(f.name for f in KEPT if f.code > 10)]
+)
+def test_kept_values_on_every_isa(fmt: str, generator: torch.Generator) -> None:
+    """Formats that only keep values: against float64, in small steps to the bit alike."""
+    spec = ExpertSpec(num_experts=5, hidden=200, intermediate=296, top_k=3, has_bias=True)
+    experts = fill(CpuExperts(spec, parse_format(fmt)), random_weights(spec, generator))
+    weights = decoded(experts)
+    for tokens in (1, 5, 16, 40):
+        step = random_routing(spec, tokens, generator)
+        first: Tensor | None = None
+        for isa in ISAS:
+            experts.use(isa)
+            y = experts.forward(*step)
+            check(experts, y, step, weights)
+            first = y if first is None else first
+            assert tokens > 16 or torch.equal(y.view(torch.int32), first.view(torch.int32)), isa
+
+
+BY_PART = [
+    ("q4_k", "q6_k"),
+    ("q2_k", "q3_k"),
+    ("bf16", "int8 g64"),
+    ("int4 g128", "f32"),
+    ("fp8", "mxfp4"),
+    ("int4z g128", "fp8"),
+    ("iq2_xxs", "iq4_nl"),
+]
+
+
+@pytest.mark.parametrize(("fmt", "down"), BY_PART)
+def test_formats_by_part(fmt: str, down: str, generator: torch.Generator) -> None:
+    spec = ExpertSpec(num_experts=5, hidden=200, intermediate=136, top_k=3, has_bias=fmt == "q4_k")
+    up_format, down_format = parse_format(fmt), parse_format(down)
+    experts = fill(CpuExperts(spec, up_format, down_format), random_weights(spec, generator))
+    assert [experts.format_of(p) for p in ("gate", "up", "down")] == [up_format, up_format, down_format]
+    assert experts.format_of("down_bias") == parse_format("f32")
+    assert experts.nbytes == cpu.packed_nbytes(spec, up_format, down_format)
+    one = expert_bytes(up_format, 200, 136, has_gate=True, has_bias=spec.has_bias, down_format=down_format)
+    assert experts.nbytes == 5 * one
+    split = CpuExperts(spec, up_format, down_format, numa="split")
+    fill(split, random_weights(spec, torch.Generator().manual_seed(1)))
+    for expert in range(5):
+        buffer = bytearray(experts.whole_bytes)
+        experts.save(expert, memoryview(buffer))
+        split.restore(expert, memoryview(buffer))
+    weights = decoded(experts)
+    for tokens in (1, 2, 16, 17, 90):
+        x, ids, w = step = random_routing(spec, tokens, generator)
+        first: Tensor | None = None
+        for isa in ISAS:
+            experts.use(isa)
+            split.use(isa)
+            cpu.reset_kernel_counts()
+            y = experts.forward(*step)
+            names = {name.split(".")[0] for name in cpu.kernel_counts()}
+            assert names == {up_format.name, down_format.name}
+            check(experts, y, step, weights)
+            first = y if first is None else first
+            assert tokens > 16 or torch.equal(y.view(torch.int32), first.view(torch.int32)), isa
+            assert torch.equal(split.forward(*step), y), isa
+            both = experts.gate_up(x, ids)
+            h = activate(spec.activation, both[..., :136], both[..., 136:], True)
+            staged = (experts.down(h, ids) * w[..., None]).sum(1)
+            assert relative(staged, y) < 2e-2, isa
 
 
 def test_codes_that_do_not_fit_are_refused() -> None:

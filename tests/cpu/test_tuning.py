@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero import _cpu, cpu, tuning
+from hetero import _cpu, cpu, kernel_choice, tuning
 from hetero.core import ExpertSpec, InputError
 from hetero.cpu import CpuExperts
 from hetero.formats import parse_format
@@ -26,9 +26,9 @@ FEW = ExpertSpec(num_experts=2, hidden=200, intermediate=96, top_k=2)  # up to 1
 
 @pytest.fixture(autouse=True)
 def fresh_choices() -> Iterator[None]:
-    cpu._choice.cache_clear()
+    kernel_choice._choice.cache_clear()
     yield
-    cpu._choice.cache_clear()
+    kernel_choice._choice.cache_clear()
 
 
 def kernels_of(fmt: str) -> list[Kernel]:
@@ -96,11 +96,30 @@ def test_bands_that_are_no_plan_are_refused(
     exact: list[tuple[int, str, int]], large: list[tuple[int, str, int]], message: str
 ) -> None:
     experts = CpuExperts(SPEC, parse_format("int4"))
+    good = [(9, "scalar", 1)], [(9, "scalar", 1)]
     with pytest.raises(ValueError, match=message):
-        experts._experts.set_plan(exact, large)
+        experts._experts.set_plan(exact, large, *good)
+    with pytest.raises(ValueError, match=message):
+        experts._experts.set_plan(*good, exact, large)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+def test_any_plans_by_part_give_the_same_bits_in_small_steps(generator: torch.Generator) -> None:
+    chance = random.Random(torch.randint(2**31, (1,), generator=generator).item())
+    for up, down in (("q4_k", "q6_k"), ("bf16", "int4"), ("iq4_xs", "fp8")):
+        experts = CpuExperts(FEW, parse_format(up), parse_format(down))
+        fill(experts, random_weights(FEW, generator))
+        weights = decoded(experts)
+        for tokens in (3, 16, 40):
+            step = random_routing(FEW, tokens, generator)
+            want = experts.forward(*step)
+            for _ in range(6):
+                experts.set_plan(random_plan(up, chance), random_plan(down, chance))
+                y = experts.forward(*step)
+                check(experts, y, step, weights)
+                assert tokens > 16 or torch.equal(y, want)
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, "int8a", "int4z", "iq4_nl", "q4_k", "q6_k", "iq2_s"])
 def test_times_of_every_kernel(fmt: str) -> None:
     one = parse_format(fmt)
     kernels = [("scalar", 0), ("scalar", 1), *((isa, c) for isa in ISAS for c in range(3))]
@@ -136,7 +155,7 @@ def test_measured_times_are_kept_and_used(
     experts = fill(CpuExperts(SPEC, parse_format("int4"), isa=isa), random_weights(SPEC, generator))
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text())
-    choice = cpu.kernel_choice(isa, experts.format)
+    choice = kernel_choice.kernel_choice(isa, experts.format)
     assert choice.source == "measured"
     assert set(record["formats"]) == {"int4 g32"}
     # No kernel of a set beyond the chosen one may run: the user may have ruled it out.
@@ -151,8 +170,8 @@ def test_measured_times_are_kept_and_used(
         rows = torch.bincount(step[1].flatten(), minlength=SPEC.num_experts).tolist()
         bands = choice.plan.exact if tokens <= 16 else choice.plan.large
         assert set(cpu.kernel_counts()) == {tuning.kernel_of(bands, n).name for n in rows if n}
-    cpu._choice.cache_clear()
-    again = cpu.kernel_choice(isa, experts.format)
+    kernel_choice._choice.cache_clear()
+    again = kernel_choice.kernel_choice(isa, experts.format)
     assert (again.source, again.plan) == ("kept", choice.plan)
 
 
@@ -162,7 +181,7 @@ def test_times_of_a_file_decide(
 ) -> None:
     """A file that calls the exact kernel the faster one, and ``use`` that goes back and forth."""
     isa, fmt = ISAS[-1], parse_format("bf16")
-    own, others = cpu._kernels_of(isa, fmt)
+    own, others = kernel_choice.kernels_of(isa, fmt)
     times = {kernel.name: (1e-3,) * len(tuning.ROWS) for kernel in (*own, *others)}
     times["bf16.avx2.gemm"] = (1e-4,) * len(tuning.ROWS)
     path = tmp_path / "times.json"

@@ -1,4 +1,4 @@
-"""What import-linter cannot see: the extension is no source file, so its one importer is checked here."""
+"""What import-linter cannot see: the extension is no source file, so its importers are checked here."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def imports_extension(source: str) -> bool:
     return False
 
 
-def test_extension_has_one_importer() -> None:
+def test_extension_has_few_importers() -> None:
     importers = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
         if imports_extension(path.read_text())
     }
-    assert importers == {"cpu.py"}
+    assert importers == {"cpu.py", "kernel_choice.py", "quant/ggml.py"}
