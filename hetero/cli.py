@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hetero import cli_launch, cli_pack, cli_plan, cli_profile, cli_rules, cli_stats, terminal
+from hetero import cli_doctor, cli_launch, cli_pack, cli_plan, cli_profile, cli_rules, cli_stats, terminal
 from hetero.config import MAX_THREADS, debug, settings, wait_passively
 from hetero.core import HeteroError, InputError
 from hetero.trace import check_writable, to_file
@@ -81,6 +81,7 @@ app.command("profile")(cli_profile.profile)
 app.command("stats")(cli_stats.show)
 app.command("plan")(cli_plan.plan)
 app.command("pack")(cli_pack.pack)
+app.command("doctor")(cli_doctor.doctor)
 app.command("launch", context_settings=cli_launch.CONTEXT)(cli_launch.launch)
 
 ModelArg = Annotated[

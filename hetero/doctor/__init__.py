@@ -1,0 +1,1 @@
+"""What is right and wrong with a machine: findings, measurements, and the profile that plans use."""
