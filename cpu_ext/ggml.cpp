@@ -4,10 +4,13 @@
 // rounds.
 #include "ggml.h"
 
+#include <emmintrin.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <array>
 #include <memory>
+#include <new>
 
 #include "bits.h"
 
@@ -295,17 +298,28 @@ struct TQ2_0 : Type<35, 256, 66, 128, kHalf, 8> {
   }
 };
 
-// Eight codes of a grid, whose bit 3 is set where the bit of `signs` is.
-HETERO_INLINE void store_signed(uint64_t places, uint32_t signs, uint8_t* codes) {
-  const uint64_t eight = places | spread_bits(signs, 8);
-  memcpy(codes, &eight, 8);
+// Bit 3 in each of eight codes of a grid that is negative, by eight signs; and by seven, whose eighth makes
+// their number even.
+struct Signs {
+  uint64_t eight[256], seven[128];
+};
+constexpr Signs make_signs() {
+  Signs all = {};
+  for (int signs = 0; signs < 256; signs++) {
+    int count = 0;
+    for (int i = 0; i < 8; i++) {
+      count += signs >> i & 1;
+      all.eight[signs] |= static_cast<uint64_t>(signs >> i & 1) << (8 * i + 3);
+    }
+    if (count % 2 == 0) all.seven[signs & 127] = all.eight[signs];
+  }
+  return all;
 }
-// The eighth sign of seven makes their number even.
-HETERO_INLINE uint32_t eight_signs(uint32_t seven) {
-  uint32_t odd = seven ^ seven >> 4;
-  odd ^= odd >> 2;
-  odd ^= odd >> 1;
-  return seven | (odd & 1u) << 7;
+constexpr Signs kSigns = make_signs();
+
+HETERO_INLINE void store_eight(uint64_t codes, uint64_t signs, uint8_t* to) {
+  const uint64_t eight = codes | signs;
+  memcpy(to, &eight, 8);
 }
 HETERO_INLINE uint8_t odd(uint32_t number) { return static_cast<uint8_t>(2 * number + 1); }
 
@@ -319,7 +333,7 @@ struct IQ2_XXS : Type<16, 256, 66, 32, kUnsigned, 0, 256, 8> {
       const uint32_t rest = load<uint32_t>(rows + 4);
       scales[g] = odd(rest >> 28);
       for (int i = 0; i < 4; i++)
-        store_signed(grid[rows[i]], eight_signs(rest >> 7 * i & 127u), codes + 32 * g + 8 * i);
+        store_eight(grid[rows[i]], kSigns.seven[rest >> 7 * i & 127u], codes + 32 * g + 8 * i);
     }
   }
 };
@@ -331,7 +345,7 @@ struct IQ2_XS : Type<17, 256, 74, 16, kUnsigned, 0, 512, 8> {
     for (int g = 0; g < 16; g++) {
       for (int i = 0; i < 2; i++) {
         const uint32_t q = load<uint16_t>(b + 2 + 4 * g + 2 * i);
-        store_signed(grid[q & 511u], eight_signs(q >> 9), codes + 16 * g + 8 * i);
+        store_eight(grid[q & 511u], kSigns.seven[q >> 9], codes + 16 * g + 8 * i);
       }
       scales[g] = odd(b[66 + g / 2] >> g % 2 * 4 & 15u);
     }
@@ -345,8 +359,8 @@ struct IQ2_S : Type<22, 256, 82, 16, kUnsigned, 0, 1024, 8> {
     const uint8_t *rows = b + 2, *signs = b + 34, *high = b + 66;
     for (int g = 0; g < 8; g++) {
       for (int i = 0; i < 4; i++)
-        store_signed(grid[rows[4 * g + i] | (high[g] >> 2 * i & 3) << 8], signs[4 * g + i],
-                     codes + 32 * g + 8 * i);
+        store_eight(grid[rows[4 * g + i] | (high[g] >> 2 * i & 3) << 8], kSigns.eight[signs[4 * g + i]],
+                    codes + 32 * g + 8 * i);
       scales[2 * g] = odd(b[74 + g] & 15u);
       scales[2 * g + 1] = odd(b[74 + g] >> 4);
     }
@@ -362,8 +376,8 @@ struct IQ3_XXS : Type<18, 256, 98, 32, kUnsigned, 0, 256, 4> {
       const uint32_t rest = load<uint32_t>(b + 66 + 4 * g);
       scales[g] = odd(rest >> 28);
       for (int i = 0; i < 4; i++)
-        store_signed(grid[rows[2 * i]] | grid[rows[2 * i + 1]] << 32, eight_signs(rest >> 7 * i & 127u),
-                     codes + 32 * g + 8 * i);
+        store_eight(grid[rows[2 * i]] | grid[rows[2 * i + 1]] << 32, kSigns.seven[rest >> 7 * i & 127u],
+                    codes + 32 * g + 8 * i);
     }
   }
 };
@@ -376,8 +390,8 @@ struct IQ3_S : Type<21, 256, 110, 32, kUnsigned, 0, 512, 4> {
     for (int g = 0; g < 8; g++) {
       for (int i = 0; i < 4; i++) {
         const int at = 8 * g + 2 * i, bits = high[g] >> 2 * i;
-        store_signed(grid[rows[at] | (bits & 1) << 8] | grid[rows[at + 1] | (bits & 2) << 7] << 32,
-                     signs[4 * g + i], codes + 32 * g + 8 * i);
+        store_eight(grid[rows[at] | (bits & 1) << 8] | grid[rows[at + 1] | (bits & 2) << 7] << 32,
+                    kSigns.eight[signs[4 * g + i]], codes + 32 * g + 8 * i);
       }
       scales[g] = odd(b[106 + g / 2] >> g % 2 * 4 & 15u);
     }
@@ -392,8 +406,8 @@ struct IQ1_S : Type<19, 256, 50, 32, kUnsigned, 0, 2048, 8> {
       const uint32_t high = load<uint16_t>(b + 34 + 2 * g);
       scales[g] = odd(high >> 12 & 7u);
       for (int i = 0; i < 4; i++)
-        store_signed(grid[static_cast<int>(b[2 + 4 * g + i] | (high >> 3 * i & 7u) << 8)],
-                     high & 0x8000u ? 255 : 0, codes + 32 * g + 8 * i);
+        store_eight(grid[static_cast<int>(b[2 + 4 * g + i] | (high >> 3 * i & 7u) << 8)],
+                    high & 0x8000u ? 8 * kEachByte : 0, codes + 32 * g + 8 * i);
     }
   }
 };
@@ -411,8 +425,9 @@ struct IQ1_M : Type<29, 256, 56, 16, kUnsigned, 0, 2048, 8> {
     memcpy(extra, &half, 2);
     for (int g = 0; g < 16; g++) {
       const int high = b[32 + g];
-      store_signed(grid[b[2 * g] | (high & 7) << 8], high & 8 ? 255 : 0, codes + 16 * g);
-      store_signed(grid[b[2 * g + 1] | (high >> 4 & 7) << 8], high & 128 ? 255 : 0, codes + 16 * g + 8);
+      store_eight(grid[b[2 * g] | (high & 7) << 8], high & 8 ? 8 * kEachByte : 0, codes + 16 * g);
+      store_eight(grid[b[2 * g + 1] | (high >> 4 & 7) << 8], high & 128 ? 8 * kEachByte : 0,
+                  codes + 16 * g + 8);
     }
   }
 };
@@ -581,20 +596,29 @@ bool pack_ggml_block(const Layout& layout, int64_t block, const GgmlSource& sour
   const GgmlType& type = *source.type;
   const int64_t row = block * kBlockRows, rows = layout.n - row < kBlockRows ? layout.n - row : kBlockRows;
   const int64_t blocks = layout.k / type.values * rows;
-  // All sizes but the last are multiples of 4, so that scales and extras are aligned.
-  const int64_t codes = blocks * type.values;
-  const int64_t scales = (blocks * (type.values / type.group) * type.scale_bytes + 3) / 4 * 4;
-  const std::unique_ptr<uint8_t[]> memory(
-      new uint8_t[static_cast<size_t>(codes + scales + blocks * type.extra_bytes)]);
-  uint8_t *scale = memory.get() + codes, *extra = scale + scales;
+  const int64_t scales = blocks * (type.values / type.group) * type.scale_bytes;
+  const int64_t sizes[] = {layout.block_bytes, blocks * type.values, scales, blocks * type.extra_bytes};
+  auto padded = [](int64_t bytes) { return static_cast<size_t>(bytes + 63) / 64 * 64; };
+  size_t total = 0;
+  for (int64_t size : sizes) total += padded(size);
+  const std::unique_ptr<void, decltype(&free)> memory(aligned_alloc(64, total), &free);
+  if (memory == nullptr) throw std::bad_alloc();
+  uint8_t *packed = static_cast<uint8_t*>(memory.get()), *code = packed + padded(sizes[0]);
+  uint8_t *scale = code + padded(sizes[1]), *extra = scale + padded(sizes[2]);
   const uint8_t* from = source.data + row * ggml_row_bytes(type, layout.k);
-  const bool finite = ggml_codes(type, source.tables, from, blocks, memory.get(), scale, extra);
+  const bool finite = ggml_codes(type, source.tables, from, blocks, code, scale, extra);
   Layout part = layout;
   part.n = rows;
   part.n_pad = kBlockRows;
-  Quantised q = {memory.get(), scale, extra};
+  Quantised q = {code, scale, extra};
   if (type.number == NVFP4::kNumber) q.extra = &kMatrixScale;
-  pack_codes_block(part, 0, q, out);
+  pack_codes_block(part, 0, q, packed);
+  // Blocks are written row by row in pieces of 4 bytes: done in the cache, and past it where they stay, so
+  // that memory is not read for what is overwritten.
+  for (int64_t i = 0; i < layout.block_bytes; i += 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(out + i),
+                     _mm_load_si128(reinterpret_cast<const __m128i*>(packed + i)));
+  _mm_sfence();
   return finite;
 }
 
