@@ -15,6 +15,7 @@ from hetero.quant import ggml_types as types
 from hetero.quant.ggml import ggml_codes, ggml_floats, ggml_format, ggml_type, ggml_types
 from hetero.quant.pack import dequantise, pack_codes
 from tests.cpu.ggml_blocks import HALVES, Bytes, random_blocks, reference
+from tests.cpu.reference import decoded
 
 NAMES = list(ggml_types())
 QUANTISED = [name for name in NAMES if ggml_format(name) is not None]
@@ -218,6 +219,21 @@ def test_experts_from_blocks_equal_those_from_codes(name: str, rng: np.random.Ge
         experts.put_ggml(0, part, name, blocks)
         experts.put_codes(1, part, *ggml_codes(name, blocks, n, k))
     assert whole(experts, 0) == whole(experts, 1)
+
+
+@pytest.mark.parametrize(("up", "down"), [("Q4_K", "Q6_K"), ("IQ2_XXS", "Q2_K"), ("IQ1_M", "IQ4_NL")])
+def test_files_of_mixed_types(up: str, down: str, rng: np.random.Generator) -> None:
+    """The types of common files, down in another than gate and up: the values in the arena are the file's."""
+    experts = CpuExperts(SPEC, ggml_format(up), down_format=ggml_format(down))
+    expected = {}
+    for e in range(SPEC.num_experts):
+        for part, name, n, k in (("gate", up, 768, 256), ("up", up, 768, 256), ("down", down, 256, 768)):
+            blocks = random_blocks(name, n, k, rng)
+            experts.put_ggml(e, part, name, blocks)
+            expected[e, part] = reference(name, blocks)
+    assert experts.missing() == []
+    for key, values in decoded(experts).items():
+        assert np.array_equal(values.numpy(), expected[key].astype(np.float64)), key
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
