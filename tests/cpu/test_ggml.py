@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -37,6 +40,21 @@ def test_sizes_are_those_of_the_gguf_package() -> None:
         file_type = gguf.GGMLQuantizationType[name]
         assert (number, (values, size)) == (file_type, gguf.GGML_QUANT_SIZES[file_type])
         assert ggml_type(name).bits_per_weight == 8 * size / values
+
+
+def test_the_table_of_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\w ]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.M)
+    assert {row[0] for row in rows} == set(QUANTISED)
+    for name, bits, packed_as, packed, ratio in rows:
+        kind, fmt = ggml_type(name), ggml_format(name)
+        assert fmt is not None
+        assert (float(bits), packed_as, float(packed)) == (
+            kind.bits_per_weight,
+            str(fmt),
+            fmt.bits_per_weight,
+        )
+        assert ratio == f"{fmt.bits_per_weight / kind.bits_per_weight:.2f}"
 
 
 def test_every_type_that_the_package_decodes_is_read() -> None:
