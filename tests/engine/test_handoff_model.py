@@ -1,10 +1,10 @@
 """The state machine of docs/handoff.md over all interleavings of host, stream, workers and watchdog.
 
-One lane, two layers that share a slot, two or three steps. The adversary may freeze a worker anywhere and let
-it come back at any time, end its thread, make its work fail, and let the watchdog strike a worker that is well.
-Checked in every reachable state: a step that ends without an error has read the results of its own layers and
-leaves all flags clear; and there is a way to the end on which no frozen worker has to move. Four machines that
-lack a part of the protocol show that the checker would notice.
+One lane, two layers that share a slot, two or three steps. The adversary may freeze a worker anywhere and
+let it come back at any time, end its thread, make its work fail, and let the watchdog strike a worker that
+is well. Checked in every reachable state: a step that ends without an error has read the results of its own
+layers and leaves all flags clear; and there is a way to the end on which no frozen worker has to move. Four
+machines that lack a part of the protocol show that the checker would notice.
 """
 
 from __future__ import annotations
