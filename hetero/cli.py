@@ -87,7 +87,8 @@ app.command("launch", context_settings=cli_launch.CONTEXT)(cli_launch.launch)
 ModelArg = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]", help="A checkpoint folder or OWNER/NAME of the Hub; without one, the demo model."
+        metavar="[MODEL]",
+        help="A checkpoint folder, a .gguf file or OWNER/NAME of the Hub; default: the demo model.",
     ),
 ]
 RevisionOption = Annotated[
@@ -429,7 +430,7 @@ def _load(
 
 
 def _folder(model: str | None, revision: str | None) -> tuple[Path, str]:
-    """The checkpoint folder and what to call the model. One of the Hub is fetched."""
+    """The checkpoint folder or file, and what to call the model. One of the Hub is fetched."""
     if model is None:
         from hetero.model.demo import default_model
 
@@ -442,7 +443,7 @@ def _folder(model: str | None, revision: str | None) -> tuple[Path, str]:
     found = resolve_model(
         model, revision=revision, weights=True, say=terminal.note, bar=terminal.progress_bar
     )
-    if found.kind != "folder":
+    if found.kind not in ("folder", "gguf"):
         raise InputError(
             f"{model}: has a configuration but no weights; to run it, give the folder of its checkpoint "
             "(hetero rules works with a configuration alone)"

@@ -14,7 +14,7 @@ from hetero.core import InputError
 
 def pack(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or OWNER/NAME of the Hub.")
+        str, typer.Argument(metavar="MODEL", help="A checkpoint folder, a .gguf file, or OWNER/NAME of the Hub.")
     ],
     *,
     revision: Annotated[
@@ -52,7 +52,7 @@ def pack(
     found = resolve_model(
         model, revision=revision, weights=True, say=terminal.note, bar=terminal.progress_bar
     )
-    if found.kind != "folder":
+    if found.kind not in ("folder", "gguf"):
         raise InputError(f"{model}: has a configuration but no weights; give the folder of its checkpoint")
     hf.quiet()
     with terminal.progress_bar(f"packing {found.name}") as progress:

@@ -25,6 +25,7 @@ from hetero.engine.packing import Packed
 from hetero.engine.tiers import with_tier
 from hetero.model.build import build_meta, describe
 from hetero.model.config import load_config
+from hetero.model.gguf_file import locate
 from hetero.model.loader import load, plan_load
 from hetero.model.moe_types import WHOLE_PROMPT
 from hetero.model.shapes import resolve_model
@@ -78,7 +79,7 @@ def load_model(
     store: StoreOptions | None = None,
     tell: Callable[[str], None] = log.info,
 ) -> Loaded:
-    """Load a checkpoint folder under a rule file (None: the shipped one of its family).
+    """Load a checkpoint folder or a GGUF file under a rule file (None: the shipped one of its family).
 
     ``overrides`` are the rule file's variables; ``isa`` other than "auto" wins over the rules'. ``progress``
     is called with bytes read and all bytes, ``tell`` with what takes long before it begins. Raises InputError
@@ -161,10 +162,13 @@ def prepare(
     model = build_meta(config, DTYPES[dtype])
     modules = describe(model)
     if rules is None and not any(module.experts for module in modules):
-        raise InputError(
-            f"{folder}: {config.model_type} has no routed experts; hetero runs Mixture-of-Experts models "
-            "(a rule file of your own, given by --rules, may place others)"
-        )
+        if locate(folder) is None:
+            raise InputError(
+                f"{folder}: {config.model_type} has no routed experts; hetero runs Mixture-of-Experts models "
+                "(a rule file of your own, given by --rules, may place others)"
+            )
+        # Most GGUF files are of dense models, and their users expect that any runs.
+        ruleset = replace(ruleset, rules=tuple(replace(rule, optional=True) for rule in ruleset.rules))
     placement = match(
         ruleset, modules, devices=devices, ops=schemas_for(op_names()), model_type=config.model_type
     )

@@ -10,6 +10,8 @@ from typing import Any
 
 from hetero.core import InputError
 from hetero.model import hf
+from hetero.model.gguf_file import locate
+from hetero.model.gguf_source import config_of
 from hetero.model.moe_types import check_type
 from hetero.model.shapes import read_config
 
@@ -32,7 +34,7 @@ _SHAPING_FIELDS = (
 
 
 def load_config(source: str | Path | dict[str, Any]) -> hf.Config:
-    """Read a config.json, the one of a folder, or a dictionary.
+    """Read a config.json, the one of a folder, that of a GGUF file, or a dictionary.
 
     Raises InputError for a file that cannot be read, an unknown or refused ``model_type`` and an absent
     shaping field.
@@ -63,6 +65,8 @@ def _read_config(source: str | Path | dict[str, Any]) -> tuple[dict[str, Any], s
     if isinstance(source, dict):
         return source, "config"
     path = Path(source)
+    if (gguf := locate(path)) is not None:
+        return config_of(gguf), str(gguf)
     if path.is_dir():
         path = path / "config.json"
     return read_config(path), str(path)

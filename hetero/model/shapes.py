@@ -24,10 +24,10 @@ _SHAPES = Path(__file__).resolve().parent.parent / "data" / "shapes"
 class ModelRef:
     """A model that was found, its configuration read as JSON."""
 
-    # "folder" holds weights, "config" is a configuration alone, "synthetic" is a known shape.
-    kind: Literal["folder", "config", "synthetic"]
+    # "folder" and "gguf" hold weights, "config" is a configuration alone, "synthetic" is a known shape.
+    kind: Literal["folder", "gguf", "config", "synthetic"]
     name: str  # for the user: the folder's, the file's or the shape's name
-    path: Path  # the folder, or the file of the configuration
+    path: Path  # the folder, the GGUF file, or the file of the configuration
     config: dict[str, Any]
 
     @property
@@ -48,10 +48,10 @@ def resolve_model(
     say: Callable[[str], None] = lambda _: None,
     bar: Bar = lambda _: nullcontext(None),
 ) -> ModelRef:
-    """Find what ``model`` names: a folder, a config.json, ``synthetic:NAME``, ``synthetic:PATH``, or a model
-    of the Hub (docs/usage.md), which is fetched: its configuration, and all that a run needs where
-    ``weights`` is set. ``revision`` is a branch, a tag or a commit of the Hub; ``say`` and ``bar`` show what
-    goes on.
+    """Find what ``model`` names: a folder, a GGUF file, a config.json, ``synthetic:NAME``,
+    ``synthetic:PATH``, or a model of the Hub (docs/usage.md), which is fetched: its configuration, and all
+    that a run needs where ``weights`` is set. ``revision`` is a branch, a tag or a commit of the Hub; ``say``
+    and ``bar`` show what goes on.
 
     Raises InputError, with the nearest known names, when it is none of them, and MachineError where fetching
     fails.
@@ -61,11 +61,15 @@ def resolve_model(
         raise InputError(f"--revision {revision}: {model} is not of the Hub")
     if model.startswith(SYNTHETIC):
         return _synthetic(model.removeprefix(SYNTHETIC))
+    if path.is_dir() and (path / "config.json").is_file():
+        return ModelRef("folder", path.resolve().name, path, read_config(path / "config.json"))
+    if (gguf := _gguf(path)) is not None:
+        return gguf
     if path.is_dir():
         return ModelRef("folder", path.resolve().name, path, read_config(path / "config.json"))
     if path.is_file():
         if path.suffix != ".json":
-            raise InputError(f"{path}: a model is a folder, a config.json or {SYNTHETIC}NAME")
+            raise InputError(f"{path}: a model is a folder, a .gguf file, a config.json or {SYNTHETIC}NAME")
         return ModelRef("config", path.stem, path, read_config(path))
     from hetero.hub_names import parse_name
 
@@ -73,8 +77,8 @@ def resolve_model(
     if name is None:
         hint = _did_you_mean(model, [f"{SYNTHETIC}{shape}" for shape in shape_names()])
         raise InputError(
-            f"no model {model!r}: neither a folder, nor a config.json, nor {SYNTHETIC}NAME, "
-            f"nor OWNER/NAME of the Hub{hint}"
+            f"no model {model!r}: neither a folder, nor a .gguf file, nor a config.json, "
+            f"nor {SYNTHETIC}NAME, nor OWNER/NAME of the Hub{hint}"
         )
     from hetero import hub  # only here: the library takes half a second to import
     from hetero.hub_errors import NoSuchRepositoryError
@@ -87,6 +91,20 @@ def resolve_model(
     if found.is_dir() and not weights:
         return ModelRef("config", name.short, found / "config.json", read_config(found / "config.json"))
     return replace(resolve_model(str(found)), name=name.short)
+
+
+def _gguf(path: Path) -> ModelRef | None:
+    """A GGUF file, or a folder that holds one model of them; None for anything else."""
+    if not path.exists():
+        return None
+    from hetero.model.gguf_file import locate  # here, since few models come so
+
+    file = locate(path)
+    if file is None:
+        return None
+    from hetero.model.gguf_source import config_of
+
+    return ModelRef("gguf", file.stem, file, config_of(file))
 
 
 def _check(folder: Path) -> None:

@@ -21,6 +21,8 @@ from hetero.model.detokenize import (
     VisibleDetokenizer,
     unicode_bytes,
 )
+from hetero.model.gguf_file import locate, opened
+from hetero.model.gguf_tokenizer import read_tokenizer
 from hetero.model.longest import longest_token
 from hetero.model.template import RENDER_S, OverdueError, tighten_sandbox, time_limit
 
@@ -227,8 +229,14 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint folder, or None when it has none. Raises InputError for a broken one."""
+    """The tokenizer of a checkpoint folder or GGUF file, or None when it has none.
+
+    Raises InputError for a broken one.
+    """
     folder = Path(folder)
+    if (gguf := locate(folder)) is not None:
+        described = read_tokenizer(opened(gguf))
+        return None if described is None else Tokenizer(described, gguf.name)
     if not any((folder / name).is_file() for name in _FILES):
         return None
     try:

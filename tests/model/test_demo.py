@@ -22,7 +22,7 @@ from hetero.engine.load import load_model
 from hetero.engine.request import Request
 from hetero.engine.sample import SamplingParams
 from hetero.model import demo
-from hetero.model.gguf_dense import DenseGguf
+from hetero.model.gguf_source import GgufSource
 from tests.model.tiny_gguf import TEXT, make_dense, make_tokenizer, write_gguf
 
 
@@ -78,7 +78,7 @@ def test_the_tokenizer_is_the_one_in_the_file(tiny: Tiny, tmp_path: Path) -> Non
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert rendered == "<|im_start|>hi<|im_end|>"
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [0, 2]
 
 
 def test_a_conversion_that_fails_leaves_nothing(
@@ -166,12 +166,10 @@ def test_a_cache_that_cannot_be_written(tiny: Tiny, tmp_path: Path, monkeypatch:
     ("fault", "message"),
     [
         ({"arch": "mamba"}, "architecture 'mamba'"),
-        ({"pre": "qwen2"}, "tokenizer gpt2/qwen2"),
-        ({"leave_out": "blk.1.ffn_up.weight"}, r"lacks tensor blk\.1\.ffn_up\.weight"),
-        (
-            {"add": "blk.0.attn_q_norm.weight"},
-            r"has a tensor that Llama has not: blk\.0\.attn_q_norm\.weight",
-        ),
+        ({"arch": "qwen2"}, "is a qwen2, not a dense Llama"),
+        ({"pre": "unheard-of"}, "pre-tokenizer 'unheard-of'"),
+        ({"leave_out": "blk.1.ffn_up.weight"}, r"fills 1 parameters: model\.layers\.1\.mlp\.up_proj\.weight"),
+        ({"add": "blk.0.attn_q_norm.weight"}, r"belong to no parameter of LlamaForCausalLM"),
     ],
 )
 def test_other_gguf_files_are_refused(
@@ -228,9 +226,9 @@ def smol() -> Smol:
     gguf = demo.find_gguf()
     if gguf is None:
         pytest.skip(f"the demo's weights are not installed: {demo.INSTALL}")
-    source = DenseGguf(gguf)
-    dense = LlamaForCausalLM(LlamaConfig(**source.config())).eval()
-    weights = {ours: source.read(theirs) for ours, theirs in source.names().items()}
+    source = GgufSource(gguf)
+    dense = LlamaForCausalLM(LlamaConfig(**source.config)).eval()
+    weights = {name: source.read(name) for name in source.tensors}
     missing, unexpected = dense.load_state_dict(weights, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])  # tied to the embedding
     return Smol(demo.demo_folder(gguf), dense)
