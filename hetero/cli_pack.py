@@ -14,7 +14,7 @@ from hetero.core import InputError
 
 def pack(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint folder, a .gguf file, or OWNER/NAME of the Hub.")
+        str, typer.Argument(metavar="MODEL", help="A checkpoint folder, a .gguf file or a name of the Hub.")
     ],
     *,
     revision: Annotated[
