@@ -111,6 +111,10 @@ class kernels:  # noqa: N801 - a submodule: single kernels, for tests and benchm
     def features() -> dict[str, bool]: ...
     @staticmethod
     def select(features: dict[str, bool]) -> dict[str, dict[str, dict[str, str]]]: ...
+    @staticmethod
+    def pack_matrix(
+        format: int, group: int, data: int, type: int, n: int, k: int, row_stride: int, col_stride: int
+    ) -> Any: ...
 
 class ggml:  # noqa: N801 - a submodule: decoding of GGUF's block types
     @staticmethod

@@ -587,6 +587,20 @@ def open_channel(
     return Channel(memory, layout, [one._experts for one in experts], int(limit_s * 1e9))
 
 
+def pack_matrix(fmt: Format, weight: Tensor) -> Tensor:
+    """One matrix [n, k] (float32, bfloat16 or float16 on the CPU, any strides) as uint8 [packed bytes].
+
+    Raises InputError for a weight that is not finite or that the format cannot hold.
+    """
+    n, k = weight.shape
+    kind, strides = _DTYPES[weight.dtype], weight.stride()
+    try:
+        packed = _cpu.kernels.pack_matrix(fmt.code, fmt.group, weight.data_ptr(), kind, n, k, *strides)
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"a matrix of {n} x {k} in {fmt}: {error}") from None
+    return torch.from_numpy(packed)
+
+
 def checksum(buffer: memoryview) -> int:
     """64 bits of some contiguous memory, against faults and mistakes; runs at the speed of memory."""
     return _cpu.checksum(_address_of(buffer), buffer.nbytes) if buffer.nbytes else 0

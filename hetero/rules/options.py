@@ -80,6 +80,27 @@ def keep_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
     return {}
 
 
+def linear_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
+    """``kwargs: {format}``."""
+    given = replace.kwargs or Value({}, replace.where)
+    mistakes = Mistakes()
+    with mistakes:
+        if replace.experts is not None:
+            replace.experts.where.fail(
+                "'experts' belongs to op 'moe'; op 'linear' takes 'kwargs: {format: ...}'"
+            )
+    with mistakes:
+        check_keys(given, "'kwargs'", ("format",))
+    with mistakes:
+        device = check_device(replace.device, replace.where, devices)
+        if device == "cpu":
+            replace.where.fail("op 'linear' runs on a GPU: write 'device: cuda:0', or 'op: keep' for the CPU")
+        _gpu_format(given.data.get("format"), device, "linear layers")
+    mistakes.tell()
+    value = given.data.get("format")
+    return {"format": DEFAULT_FORMAT if value is None else str(value.data)}
+
+
 def free_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
     """``kwargs`` as they are: a user's operator, or one of another package, checks them itself."""
     if replace.experts is not None:
@@ -90,6 +111,7 @@ def free_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
 BUILTIN: Mapping[str, OpSchema] = {
     "moe": OpSchema(moe_options, needs_moe_block=True),
     "keep": OpSchema(keep_options, owns_subtree=False),
+    "linear": OpSchema(linear_options),
 }
 FOREIGN = OpSchema(free_options)
 
@@ -122,20 +144,21 @@ def _expert_device(experts: Value, replace: Replace, devices: Sequence[str]) -> 
             value = experts.data.get(key)
             if value is not None and value.data not in ("native", "auto", TIERS[0]):
                 value.where.fail(f"experts: '{key}' is about the CPU, and these experts are on '{device}'")
-        _gpu_format(experts.data.get("format"), device)
+        _gpu_format(experts.data.get("format"), device, "experts")
     return device
 
 
-def _gpu_format(value: Value | None, device: str) -> None:
-    """Experts on a GPU have kernels for some formats only; what is no format at all is told elsewhere."""
-    try:
-        parsed = parse_format(DEFAULT_FORMAT if value is None else str(value.data))
-    except InputError:
+def _gpu_format(value: Value | None, device: str, what: str) -> None:
+    """Kernels on a GPU read some formats only."""
+    if value is None:
         return
-    if value is not None and parsed.name not in GPU_FORMATS:
-        value.where.fail(
-            f"experts on '{device}': no kernels for {parsed}; it is one of {listed(GPU_FORMATS)}"
-        )
+    try:
+        parsed = parse_format(value.string("'format'"))
+    except InputError as error:
+        value.where.fail(f"{what}: {error}")
+    if parsed.name not in GPU_FORMATS:
+        valid = listed(GPU_FORMATS)
+        value.where.fail(f"{what} on '{device}': no kernels for {parsed}; it is one of {valid}")
 
 
 def _is_kt(backend: Value | None) -> bool:

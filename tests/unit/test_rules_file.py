@@ -147,7 +147,7 @@ MISTAKES = {
     "unknown op far from all": (
         "{op: keep}",
         "{op: attention}",
-        "7: rule 2 'rest': unknown op 'attention'; the operators are: keep, moe",
+        "7: rule 2 'rest': unknown op 'attention'; the operators are: keep, linear, moe",
     ),
     "unknown isa": (
         "{format: int4}",
@@ -173,6 +173,16 @@ MISTAKES = {
         "{op: keep}",
         "{op: keep, device: gpu}",
         "7: rule 2 'rest': unknown device 'gpu'; did you mean 'cpu'?",
+    ),
+    "packed linear layers on the CPU": (
+        "{op: keep}",
+        "{op: linear}",
+        "7: rule 2 'rest': op 'linear' runs on a GPU: write 'device: cuda:0', or 'op: keep' for the CPU",
+    ),
+    "linear layers in a format of the CPU": (
+        "{op: keep}",
+        "{op: linear, device: cuda:0, kwargs: {format: fp8}}",
+        "7: rule 2 'rest': linear layers on 'cuda:0': no kernels for fp8; it is one of bf16, int8, int4",
     ),
     "experts on a GPU, block elsewhere": (
         "{format: int4}",

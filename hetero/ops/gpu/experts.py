@@ -10,19 +10,15 @@ from torch import Tensor
 
 from hetero.core import ActKind, ExpertSpec, InputError, MachineError
 from hetero.cpu import CpuExperts
-from hetero.formats import ACT_GROUP, BLOCK_ROWS, Format, block_bytes, padded_k
+from hetero.formats import BLOCK_ROWS, GPU_FORMATS, Format, block_bytes
 from hetero.hw.memory import gib
 from hetero.ops.gpu import expert_kernels, grouped_kernels
-
-FORMATS = ("bf16", "int8", "int4")
-"""Names of the formats that the kernels read."""
+from hetero.ops.gpu.packed import STEPS, matrix_sizes, quantised_rows
 
 EXACT_ROWS = 16
 """Up to so many tokens a step no token's result depends on another's; larger steps use tensor cores."""
 
 _KINDS = (ActKind.SILU, ActKind.GELU, ActKind.GELU_TANH, ActKind.RELU, ActKind.RELU2, ActKind.IDENTITY)
-_CODE_BITS = {"bf16": 16, "int8": 8, "int4": 4}
-_STEPS = 64  # of a block that a program reads at a time: 4 KiB
 _TILE, _BLOCKS, _DEPTH = 64, 4, 64  # of a large step: rows, blocks of outputs, inputs
 # Pairs of a large step are computed so many tokens at a time: their results are float32 for every pair.
 _CHUNK = 2048
@@ -37,9 +33,9 @@ class GpuExperts:
     """
 
     def __init__(self, spec: ExpertSpec, fmt: Format, device: str | torch.device) -> None:
-        if fmt.name not in FORMATS:
+        if fmt.name not in GPU_FORMATS:
             raise InputError(
-                f"experts on {device}: format {fmt} is not read there; valid: {', '.join(FORMATS)}"
+                f"experts on {device}: format {fmt} is not read there; valid: {', '.join(GPU_FORMATS)}"
             )
         if spec.staged:
             raise InputError(
@@ -120,13 +116,13 @@ class GpuExperts:
     def _few(self, x: Tensor, addresses: Tensor, weights: Tensor) -> Tensor:
         """Every pair by itself, at the speed of memory."""
         sizes, (tokens, slots) = self._sizes, addresses.shape
-        common: dict[str, Any] = {"STEPS": _STEPS, "ASM": not self._twin}
-        q, scales = self._quantised(x, sizes.up["K"])
+        common: dict[str, Any] = {"STEPS": STEPS, "ASM": not self._twin}
+        q, scales = quantised_rows(self.format, x, sizes.up["K"])
         h = self._empty(tokens * slots, self.spec.intermediate)
         expert_kernels.gate_up[(sizes.blocks_up, tokens * slots)](
             self._memory, q, scales, addresses, h, slots, *self._act, **sizes.act, **sizes.up, **common
         )
-        q, scales = self._quantised(h, sizes.down["K"])
+        q, scales = quantised_rows(self.format, h, sizes.down["K"])
         out = self._empty(tokens, self.spec.hidden)
         expert_kernels.down[(sizes.blocks_down, tokens)](
             self._memory, q, scales, addresses, weights, out, slots, **sizes.down, **common
@@ -155,18 +151,6 @@ class GpuExperts:
     def _empty(self, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=self.device)
 
-    def _quantised(self, x: Tensor, k_pad: int) -> tuple[Tensor, Tensor]:
-        """Rows as the kernels read them: words of int8 codes, and scales; for bf16 the values, padded."""
-        rows, k = x.shape
-        if not self.format.quantised:
-            q = torch.zeros(rows, k_pad, dtype=torch.float32, device=self.device)
-            q[:, :k] = x
-            return q, q
-        q = torch.empty(rows, k_pad, dtype=torch.int8, device=self.device)
-        scales = torch.empty(rows, k_pad // ACT_GROUP, dtype=torch.float32, device=self.device)
-        expert_kernels.quantise_rows[(rows, -(-k_pad // ACT_GROUP // 4))](x, q, scales, k, k_pad, GROUPS=4)
-        return q.view(torch.int32), scales
-
 
 class _Sizes:
     """Constants of the kernels: of gate and up, of down, and of what is between them."""
@@ -177,22 +161,10 @@ class _Sizes:
         down_at = mats * self.blocks_up * block_bytes(fmt, hidden)
         bias_at = down_at + self.blocks_down * block_bytes(fmt, wide)
         self.act = {"KIND": _KINDS.index(spec.activation.kind), "HAS_GATE": spec.has_gate}
-        self.up = _matrix(fmt, wide, hidden, bias_at, spec)
-        self.down = _matrix(fmt, hidden, wide, bias_at + 4 * mats * wide, spec) | {"BEGIN": down_at}
-
-
-def _matrix(fmt: Format, n: int, k: int, bias_at: int, spec: ExpertSpec) -> dict[str, Any]:
-    k_pad = padded_k(fmt, k)
-    return {
-        "K": k_pad,
-        "N": n,
-        "BLOCK_BYTES": block_bytes(fmt, k),
-        "GROUP": fmt.group or ACT_GROUP,
-        "SCALES_AT": k_pad * BLOCK_ROWS * _CODE_BITS[fmt.name] // 8,
-        "BIAS_AT": bias_at,
-        "FORMAT": fmt.code,
-        "HAS_BIAS": spec.has_bias,
-    }
+        bias = {"HAS_BIAS": spec.has_bias}
+        after_up = bias_at + 4 * mats * wide
+        self.up = matrix_sizes(fmt, wide, hidden) | bias | {"BIAS_AT": bias_at}
+        self.down = matrix_sizes(fmt, hidden, wide) | bias | {"BIAS_AT": after_up, "BEGIN": down_at}
 
 
 def _tiles(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
