@@ -118,6 +118,10 @@ def _line(
     if module.experts is not None and acting.op == "moe":
         fmt = str(parse_format(acting.options["experts"]["format"]))
         size = bytes_of_experts(module.experts, fmt)
+    elif acting.op == "linear" and size:
+        linear = parse_format(acting.options["format"])
+        # Without the padding of blocks, which the number of weights does not tell.
+        fmt, size = str(linear), int(module.own_params * linear.bits_per_weight / 8)
     cls = module.classes[0] if module.classes else ""
     op = acting.op or acting.cls or ""
     return Line(module.name, cls, assignment.rule.name, op, assignment.device, fmt, size, assignment.owner)

@@ -39,6 +39,19 @@ def test_editing_the_format_changes_the_table(tmp_path: Path) -> None:
     assert 1.7 < bytes_of("int8") / bytes_of("int4") < 2
 
 
+def test_packed_linear_layers_count_their_bits(tmp_path: Path) -> None:
+    modules = tree(layers=1)
+    text = (
+        "rules:\n  - match: {name: lm_head}\n"
+        "    replace: {op: linear, device: cuda:0, kwargs: {format: int8}}\n"
+        "  - match: {name: '.*'}\n    replace: {op: keep}\n"
+    )
+    lines = explain(place(write(tmp_path, text), modules), modules)
+    weights = next(m.own_params for m in modules if m.name == "lm_head")
+    found = [(line.format, line.device, line.bytes) for line in lines if line.module == "lm_head"]
+    assert found == [("int8 g32", "cuda:0", int(weights * 8.5 / 8))]
+
+
 def test_experts_that_no_operator_takes_stay_dense(tmp_path: Path) -> None:
     modules = tree(layers=1)
     path = write(tmp_path, "rules:\n  - match: {name: '.*'}\n    replace: {op: keep}\n")
