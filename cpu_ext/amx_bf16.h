@@ -32,7 +32,7 @@ constexpr int64_t kPanel = 8;
 // Bytes of 32 k of a block.
 template <int Format>
 constexpr int64_t chunk_bytes() {
-  return Format == kBf16 ? kTileBytes : Format == kFp8 ? 512 : Format == kInt8 ? 512 : 256;
+  return kTraits[Format].bits * 64;
 }
 
 // Two tiles of rows against one block, or one tile of rows against one or two blocks, over the chunks

@@ -91,95 +91,118 @@ struct Tiles {
   }
   template <int Format>
   class Decoder {
+    using C = Codes<Format>;
+    static constexpr bool kExact = Format == kMxfp4 || Format == kNvfp4;  // bf16 holds the products
+
    public:
     Decoder(const uint8_t* block, const Layout* layout)
         : codes_(block),
           scales_(block + layout->scale_offset),
-          minima_(block + layout->min_offset),
+          beside_(block + layout->min_offset),
           shift_(layout->group > kActGroup ? __builtin_ctzll(static_cast<uint64_t>(layout->group / kActGroup))
-                                           : 0) {}
+                                           : 0) {
+      if constexpr (C::kTable) {
+        const Table& table = table_of(layout->format);
+        const __m128i codes = _mm_load_si128(reinterpret_cast<const __m128i*>(table.codes));
+        numbers_ = V::to_float(V::subi(_mm512_cvtepu8_epi32(codes), V::set1i(C::kZero)));
+        if (Format == kMxfp4 || Format == kNvfp4)  // its zero has a sign
+          numbers_ = _mm512_mask_mov_ps(numbers_, 1 << 8, V::set1(-0.0f));
+        centre_ = V::set1(kExact ? 1.0f : C::kSuper ? kCentre * table.factor : kCentre);
+      } else {
+        centre_ = V::set1(kCentre);
+      }
+    }
 
     void begin(int64_t c, uint16_t* to) {
       at_ = codes_ + c * chunk_bytes<Format>();
       to_ = to;
       const int64_t group = c >> shift_;
       if constexpr (Format == kFp8) {
-        scale_ = V::set1(float_at(scales_ + group * 4) * 256.0f);
-      } else if constexpr (Format == kNvfp4) {
-        scale_ = V::template scale<Format>(scales_ + 2 * group * kBlockRows);
-        second_ = V::template scale<Format>(scales_ + (2 * group + 1) * kBlockRows);
-      } else {
-        constexpr int64_t kBytes = kBlockRows * Codes<Format>::kScaleBytes;
-        scale_ = V::template scale<Format>(scales_ + group * kBytes);
-        if (Format != kMxfp4) scale_ = V::mul(scale_, V::set1(kCentre));
+        scale_[0] = V::set1(float_at(scales_ + group * 4) * 256.0f);
+        return;
       }
-      if constexpr (Format == kInt8 || Format == kInt4) {
-        const float zero = Codes<Format>::kZero;
-        shift15_ = V::mul(scale_, V::set1(-0x1p15f - zero));
-        shift11_ = V::mul(scale_, V::set1(-0x1p11f - zero));
-        shift7_ = V::mul(scale_, V::set1(-0x1p7f - zero));
-      }
-      if constexpr (Format == kInt4a) {
-        const uint16_t* minima = reinterpret_cast<const uint16_t*>(minima_) + group * kBlockRows;
-        const __m512 minimum = V::mul(V::half(minima), V::set1(kCentre));
-        shift15_ = V::fma(scale_, V::set1(-0x1p15f), minimum);
-        shift11_ = V::fma(scale_, V::set1(-0x1p11f), minimum);
-        shift7_ = V::fma(scale_, V::set1(-0x1p7f), minimum);
+      const uint16_t* super =
+          reinterpret_cast<const uint16_t*>(beside_ + c / (kSuperGroup / kActGroup) * C::kSuperBytes);
+      for (int part = 0; part < C::kParts; part++) {
+        const uint8_t* at = scales_ + (group * C::kParts + part) * C::kPartBytes;
+        __m512 scale = V::template scale<Format>(at);
+        if (C::kSuper) scale = V::mul(scale, V::half(super));
+        if (!kExact) scale = V::mul(scale, centre_);
+        scale_[part] = scale;
+        if constexpr (C::kMinimum) {
+          __m512 minimum;
+          if (C::kSuperMinima)
+            minimum =
+                V::mul(V::mul(V::bytes(at + kBlockRows), V::half(super + kBlockRows)), V::set1(-kCentre));
+          else
+            minimum = V::mul(V::half(reinterpret_cast<const uint16_t*>(beside_ + group * C::kBesideBytes)),
+                             centre_);
+          shift15_[part] = V::fma(scale, V::set1(-0x1p15f), minimum);
+          shift11_[part] = V::fma(scale, V::set1(-0x1p11f), minimum);
+          shift7_[part] = V::fma(scale, V::set1(-0x1p7f), minimum);
+        } else if constexpr (!C::kTable) {
+          const __m512 zero = C::kZeros ? V::bytes(beside_ + group * C::kBesideBytes) : V::set1(C::kZero);
+          shift15_[part] = V::mul(scale, V::sub(V::set1(-0x1p15f), zero));
+          shift11_[part] = V::mul(scale, V::sub(V::set1(-0x1p11f), zero));
+          shift7_[part] = V::mul(scale, V::sub(V::set1(-0x1p7f), zero));
+        }
       }
     }
 
     void step(int i) {
       uint16_t* to = to_ + 128 * i;
-      if constexpr (Format == kInt8) {
-        for (int half = 0; half < 2; half++, to += 64) {
-          const __m512i x = _mm512_loadu_si512(at_ + 128 * i + 64 * half);
-          store_pair(to, value<15, 0xff00>(_mm512_slli_epi32(x, 8), scale_, shift15_),
-                     value<15, 0xff00>(x, scale_, shift15_));
-          store_pair(to + 32, value<15, 0xff00>(_mm512_srli_epi32(x, 8), scale_, shift15_),
-                     value<15, 0xff00>(_mm512_srli_epi32(x, 16), scale_, shift15_));
-        }
-      } else if constexpr (Format == kFp8) {
+      const int part = C::kParts == 2 && i >= 2 ? 1 : 0;
+      const __m512 scale = scale_[part];
+      if constexpr (Format == kFp8) {
         for (int half = 0; half < 2; half++, to += 64) {
           __m512 w[4];
           V::e4m3(at_ + 128 * i + 64 * half, w);
-          store_rounded(to, V::mul(w[0], scale_), V::mul(w[1], scale_));
-          store_rounded(to + 32, V::mul(w[2], scale_), V::mul(w[3], scale_));
+          store_rounded(to, V::mul(w[0], scale), V::mul(w[1], scale));
+          store_rounded(to + 32, V::mul(w[2], scale), V::mul(w[3], scale));
         }
-      } else if constexpr (Codes<Format>::kTable) {
+      } else if constexpr (C::kBytes) {
+        const __m512 shift15 = shift15_[part];
+        for (int half = 0; half < 2; half++, to += 64) {
+          const __m512i x = _mm512_loadu_si512(at_ + 128 * i + 64 * half);
+          store_pair(to, value<15, 0xff00>(_mm512_slli_epi32(x, 8), scale, shift15),
+                     value<15, 0xff00>(x, scale, shift15));
+          store_pair(to + 32, value<15, 0xff00>(_mm512_srli_epi32(x, 8), scale, shift15),
+                     value<15, 0xff00>(_mm512_srli_epi32(x, 16), scale, shift15));
+        }
+      } else if constexpr (C::kTable) {
         const __m512i x = _mm512_loadu_si512(at_ + 64 * i);
-        const __m512 scale = Format == kNvfp4 && i >= 2 ? second_ : scale_;
         // Nibbles of the first byte of a lane are k and k + 4.
         store_pair(to, number<0>(x, scale), number<8>(x, scale));
         store_pair(to + 32, number<16>(x, scale), number<24>(x, scale));
         store_pair(to + 64, number<4>(x, scale), number<12>(x, scale));
         store_pair(to + 96, number<20>(x, scale), number<28>(x, scale));
       } else {
+        const __m512 shift15 = shift15_[part], shift11 = shift11_[part], shift7 = shift7_[part];
         const __m512i x = _mm512_loadu_si512(at_ + 64 * i);
         const __m512i up = _mm512_slli_epi32(x, 12), down = _mm512_srli_epi32(x, 12);
-        store_pair(to, value<11, 0xf000>(up, scale_, shift11_), value<15, 0xf00>(x, scale_, shift15_));
-        store_pair(to + 32, value<7, 0xf0000>(x, scale_, shift7_), value<11, 0xf000>(down, scale_, shift11_));
-        store_pair(to + 64, value<7, 0xf0000>(up, scale_, shift7_), value<11, 0xf000>(x, scale_, shift11_));
-        store_pair(to + 96, value<15, 0xf00>(down, scale_, shift15_),
-                   value<7, 0xf0000>(down, scale_, shift7_));
+        store_pair(to, value<11, 0xf000>(up, scale, shift11), value<15, 0xf00>(x, scale, shift15));
+        store_pair(to + 32, value<7, 0xf0000>(x, scale, shift7), value<11, 0xf000>(down, scale, shift11));
+        store_pair(to + 64, value<7, 0xf0000>(up, scale, shift7), value<11, 0xf000>(x, scale, shift11));
+        store_pair(to + 96, value<15, 0xf00>(down, scale, shift15), value<7, 0xf0000>(down, scale, shift7));
       }
     }
 
    private:
-    // Of the code at bit Shift of a lane: twice the number of E2M1 times the scale. vpermps looks at 4 bits.
+    // Of the code at bit Shift of a lane: its number in the table (E2M1: twice that) times the scale. vpermps
+    // looks at 4 bits.
     template <int Shift>
-    static __m512 number(__m512i x, __m512 scale) {
-      const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12);
+    __m512 number(__m512i x, __m512 scale) const {
       const __m512i code = Shift == 0 ? x : _mm512_srli_epi32(x, Shift);
-      return V::mul(_mm512_permutexvar_ps(code, numbers), scale);
+      return V::mul(_mm512_permutexvar_ps(code, numbers_), scale);
     }
     static void store_rounded(uint16_t* to, __m512 first, __m512 second) {
       _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
     }
 
-    const uint8_t *codes_, *scales_, *minima_, *at_ = nullptr;
+    const uint8_t *codes_, *scales_, *beside_, *at_ = nullptr;
     const int shift_;
     uint16_t* to_ = nullptr;
-    __m512 scale_, second_, shift15_, shift11_, shift7_;
+    __m512 numbers_, centre_, scale_[2], shift15_[2], shift11_[2], shift7_[2];
   };
 };
 

@@ -145,20 +145,32 @@ struct Twin {
 
    private:
     float value(int64_t k0, int k, int row) const {
+      using C = Codes<Format>;
       const uint8_t* codes = block_ + k0 / 32 * chunk_bytes<Format>();
       const uint8_t* scales = block_ + layout_->scale_offset;
-      const uint8_t* minima = block_ + layout_->min_offset;
-      const int64_t at = (k0 + k) / layout_->group * kBlockRows + row;
+      const uint8_t* beside = block_ + layout_->min_offset;
+      const int64_t group = (k0 + k) / layout_->group;
       if constexpr (Format == kFp8) {
-        return e4m3_to_float(codes[k / 4 * 64 + row * 4 + k % 4]) *
-               (float_at(scales + (k0 + k) / layout_->group * 4) * 256.0f);
+        return e4m3_to_float(codes[k / 4 * 64 + row * 4 + k % 4]) * (float_at(scales + group * 4) * 256.0f);
       } else {
-        const Scalar::W w = Scalar::decode<Format>(codes, Scalar::lookup(table_of(Format)));
-        const float number = static_cast<float>(w.v[k / 4][4 * row + k % 4]) - Codes<Format>::kZero;
-        const float scale = Scalar::scale<Format>(scales + at / 16 * 16 * Codes<Format>::kScaleBytes).v[row];
-        uint16_t minimum = 0;
-        if (Format == kInt4a) memcpy(&minimum, minima + 2 * at, 2);
-        return __builtin_fmaf(number, scale, half_to_float(minimum));
+        const Table& table = table_of(layout_->format);
+        const Scalar::W w = Scalar::decode<Format>(codes, Scalar::lookup(table));
+        float number = static_cast<float>(w.v[k / 4][4 * row + k % 4]) - C::kZero;
+        const uint8_t* at = scales + group * C::kPartBytes;
+        float scale = Scalar::scale<Format>(at).v[row], minimum = 0;
+        auto half_at = [&](const uint8_t* halves) {
+          uint16_t half;
+          memcpy(&half, halves + 2 * row, 2);
+          return half_to_float(half);
+        };
+        if (C::kMinima) minimum = half_at(beside + group * C::kBesideBytes);
+        if (C::kZeros) number -= beside[group * C::kBesideBytes + row];
+        if (C::kSuper) {
+          const uint8_t* super = beside + (k0 + k) / kSuperGroup * C::kSuperBytes;
+          scale *= half_at(super) * (C::kTable ? table.factor : 1.0f);
+          if (C::kSuperMinima) minimum = -half_at(super + 2 * kBlockRows) * at[kBlockRows + row];
+        }
+        return __builtin_fmaf(number, scale, minimum);
       }
     }
 

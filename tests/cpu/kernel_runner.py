@@ -85,6 +85,10 @@ def random_codes(fmt: Format, n: int, k: int, generator: torch.Generator) -> tor
     return codes[torch.randint(0, len(codes), (n, k), generator=generator)]
 
 
+MOST_SCALE = 1.5
+"""Largest scale that ``random_scales`` gives in fp16."""
+
+
 def random_scales(
     fmt: Format, n: int, k: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -133,4 +137,5 @@ def bits(a: Array) -> Array:
 
 
 def relative(a: Array, b: Array) -> float:
-    return float(np.linalg.norm(a.astype(np.float64) - b) / np.linalg.norm(b))
+    """Norm of the difference over that of b; of nothing but zeros, whether there is a difference."""
+    return float(np.linalg.norm(a.astype(np.float64) - b) / (np.linalg.norm(b) or 1.0))
