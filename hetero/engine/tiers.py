@@ -162,6 +162,11 @@ def _share(
         return {}
     # Fewer than a token needs would read experts twice a step.
     least = sum(min(site.spec.top_k, site.spec.num_experts) * site.stride for site in group)
+    if budget < least and group[0].options.get("ram") is not None:
+        raise MachineError(
+            f"{what}: the rule's 'ram' is {memory.gib(budget)}, and the experts of one token take "
+            f"{memory.gib(least)}: that is the least"
+        )
     if budget < least:
         raise MachineError(
             f"{what}: {memory.gib(max(0, budget))} of RAM is left for the experts of the disk tier, and "

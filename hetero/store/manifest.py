@@ -103,7 +103,11 @@ class Manifest:
         data: dict[str, Any] = json.loads(text)
         source = data["source"]
         files = tuple((str(name), int(size), int(time)) for name, size, time in source["files"])
-        blocks = tuple(Block(**{**block, "formats": tuple(block["formats"])}) for block in data["blocks"])
+        kinds = {"name": str, "gate": bool, "bias": bool, "formats": tuple}
+        blocks = tuple(
+            Block(**{key: kinds.get(key, int)(value) for key, value in block.items()})
+            for block in data["blocks"]
+        )
         found = Manifest(SourceIdentity(files, str(source["headers"])), blocks, int(data["layout"]))
         if found.to_json() != text or not all(block.experts > 0 < block.expert_bytes for block in blocks):
             raise ValueError("no manifest")

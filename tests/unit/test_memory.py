@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero.core import MachineError
+from hetero.core import InputError, MachineError
 from hetero.hw import cpu, memory
 
 MIB = 2**20
@@ -138,3 +138,52 @@ def test_identity_of_a_result_file() -> None:
     assert 1 <= identity["physical_cores"] <= identity["logical_cpus"]
     assert identity["memory_bytes"] > 2**28
     json.dumps(identity)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("20GiB", 20 << 30),
+        ("20G", 20 << 30),
+        ("1.5 gib", 3 << 29),
+        ("512MiB", 512 << 20),
+        ("64k", 65536),
+        ("20GB", 20 * 10**9),
+        ("4096", 4096),
+        ("4096b", 4096),
+        (" 2 TiB ", 2 << 40),
+    ],
+)
+def test_sizes_as_people_write_them(text: str, size: int) -> None:
+    assert memory.parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "1.5", "3iB", "1e9", "GiB", "0", "20GiBs", "٣GiB x"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(InputError, match="is no size"):
+        memory.parse_bytes(text)
+
+
+def test_what_the_user_says_wins_over_the_machine_but_not_over_cgroups(tmp_path: Path) -> None:
+    write = {
+        "proc/meminfo": "MemAvailable: 1000 kB\n",
+        "proc/self/status": "RssAnon:\t 300 kB\nRssShmem:\t 100 kB\nRssFile:\t 9000 kB\n",
+        "proc/self/cgroup": "0::/\n",
+    }
+    for name, text in write.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    try:
+        memory.state(2000 * 1024)
+        have = memory.available(tmp_path)
+        assert have.bytes == 1600 * 1024
+        assert have.limit.startswith("--ram 2.0 MiB")
+        group = tmp_path / "sys/fs/cgroup"
+        group.mkdir(parents=True)
+        (group / "memory.max").write_text("900000")
+        (group / "memory.current").write_text("100000")
+        assert memory.available(tmp_path).bytes == 800000
+        memory.state(None)
+        assert memory.available(tmp_path).bytes == 800000
+    finally:
+        memory.state(None)
