@@ -91,7 +91,8 @@ def _maker(site: Site) -> Callable[[ExpertSpec], CpuExperts]:
     options = site.options
 
     def make(spec: ExpertSpec) -> CpuExperts:
-        return CpuExperts(spec, parse_format(site.block.formats[0]), isa=options.get("isa", "auto"))
+        first, down = (parse_format(each) for each in site.block.formats)
+        return CpuExperts(spec, first, down, isa=options.get("isa", "auto"))
 
     return make
 

@@ -86,7 +86,7 @@ def find_sites(modules: Sequence[ModuleInfo], placement: Placement) -> tuple[Sit
         spec = module.experts
         default = (options.get("format", "f32"),) * 2
         first, down = (parse_format(each) for each in options.get("formats", {}).get(module.name, default))
-        size = packed_nbytes(spec, first) // spec.num_experts
+        size = packed_nbytes(spec, first, down) // spec.num_experts
         block = block_of(module.name, spec, (str(first), str(down)), size)
         sites.append(Site(module.name, acting.module, spec, options, block))
     return tuple(sites)

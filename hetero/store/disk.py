@@ -63,19 +63,19 @@ class DiskExperts:
         self,
         spec: ExpertSpec,
         fmt: Format,
+        down_format: Format | None = None,
         *,
         slots: int,
         isa: str = "auto",
         threads: int | None = None,
         numa: str = "off",
         layer: int = -1,
-        **more: Any,
     ) -> None:
         self.spec = spec
         self.layer = layer
         self._cache = SlotCache(spec.num_experts, slots)
         held = replace(spec, num_experts=self._cache.slots)
-        self._held = CpuExperts(held, fmt, isa=isa, threads=threads, numa=numa, **more)
+        self._held = CpuExperts(held, fmt, down_format, isa=isa, threads=threads, numa=numa)
         # Which of them are whole is the cache's to know.
         self._held.filled(range(self._cache.slots))
         self._file: PackFile | None = None

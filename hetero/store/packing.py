@@ -9,6 +9,7 @@ from typing import Any
 
 from hetero.core import ExpertSpec, InputError
 from hetero.cpu import CpuExperts
+from hetero.formats import Format, parse_format
 from hetero.store.packfile import PackWriter
 from hetero.store.reads import buffer
 
@@ -43,6 +44,13 @@ class PackingSink:
         self._writing: list[tuple[int, Future[Any]]] = []  # slots, oldest first
         self._free = list(range(self._window))
         self._left = set(range(spec.num_experts))
+
+    def format_of(self, part: str) -> Format:
+        """As ``CpuExperts.format_of``."""
+        if part.endswith("_bias"):
+            return Format("f32")
+        formats = self._writer.manifest.blocks[self._block].formats
+        return parse_format(formats[part == "down"])
 
     def put(self, expert: int, part: str, *values: Any) -> None:
         """As ``CpuExperts.put``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,11 +22,12 @@ def never(text: str) -> None:
 
 
 def made(
-    generator: torch.Generator, blocks: int = 3, spec: ExpertSpec = SPEC, fmt: str = "int8", **options: str
+    generator: torch.Generator, blocks: int = 3, spec: ExpertSpec = SPEC, fmt: str = "int8", **options: Any
 ) -> list[CpuExperts]:
+    first, _, down = fmt.partition("/")
+    formats = (parse_format(first), parse_format(down) if down else None)
     return [
-        fill(CpuExperts(spec, parse_format(fmt), **options), random_weights(spec, generator))  # type: ignore[arg-type]
-        for _ in range(blocks)
+        fill(CpuExperts(spec, *formats, **options), random_weights(spec, generator)) for _ in range(blocks)
     ]
 
 
@@ -34,7 +36,7 @@ def manifest_of(experts: list[CpuExperts], time: int = 1) -> Manifest:
     return Manifest(
         source,
         tuple(
-            block_of(f"layers.{i}", one.spec, (str(one.format), str(one.format)), one.whole_bytes)
+            block_of(f"layers.{i}", one.spec, (str(one.format), str(one.down_format)), one.whole_bytes)
             for i, one in enumerate(experts)
         ),
     )
@@ -50,7 +52,7 @@ def written(path: Path, experts: list[CpuExperts]) -> PackFile:
 
 
 def empty(experts: CpuExperts, numa: str = "off") -> CpuExperts:
-    return CpuExperts(experts.spec, experts.format, numa=numa)
+    return CpuExperts(experts.spec, experts.format, experts.down_format, numa=numa)
 
 
 def content(experts: CpuExperts) -> list[bytes]:

@@ -31,13 +31,15 @@ def this_machine_again() -> Iterator[None]:
 
 
 def on_disk(tmp_path: Path, all_of: CpuExperts, slots: int, numa: str = "off") -> DiskExperts:
-    tier = DiskExperts(all_of.spec, all_of.format, slots=slots, isa=all_of.isa, numa=numa, layer=3)
+    tier = DiskExperts(
+        all_of.spec, all_of.format, all_of.down_format, slots=slots, isa=all_of.isa, numa=numa, layer=3
+    )
     tier.attach(written(tmp_path / "x.hpack", [all_of]), 0)
     assert tier.missing() == []
     return tier
 
 
-@pytest.mark.parametrize("fmt", ["int8", "int4 g64", "bf16", "f32"])
+@pytest.mark.parametrize("fmt", ["int8", "int4 g64/int8a g32", "bf16", "q4_k/q6_k"])
 @pytest.mark.parametrize("slots", [1, 4, 5, 11, 12, 99])
 def test_the_bits_are_those_of_all_in_ram(
     tmp_path: Path, generator: torch.Generator, fmt: str, slots: int

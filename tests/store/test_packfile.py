@@ -49,7 +49,7 @@ def test_what_is_written_is_read_into_any_placement(
     if not direct:
         monkeypatch.setattr(os, "open", without_direct)
     experts = made(generator, numa=numa)
-    with_bias = made(generator, 1, ExpertSpec(3, 72, 33, 2, has_gate=False, has_bias=True), "int4 g64")
+    with_bias = made(generator, 1, ExpertSpec(3, 72, 33, 2, has_gate=False, has_bias=True), "int4 g64/int8")
     file = written(tmp_path / "x.hpack", experts + with_bias)
     for index, one in enumerate(experts + with_bias):
         for target in ("off", "split", "replicate"):
