@@ -1,0 +1,107 @@
+"""How a backend is chosen and named, and the kernels' text, on machines of any kind."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero.core import InputError, MachineError
+from hetero.engine import handoff_backends
+from hetero.engine.handoff_backends import make_backend
+from hetero.engine.handoff_ptx import PTX
+from hetero.hw import cuda_driver
+
+
+def test_without_a_device() -> None:
+    assert make_backend("auto", "cpu").name == "thread"
+    assert "no GPU" in make_backend("auto", "cpu").why
+    for name in handoff_backends.GPU_BACKENDS:
+        with pytest.raises(InputError, match="needs a CUDA device, not cpu"):
+            make_backend(name, "cpu")
+    with pytest.raises(InputError, match="valid: auto, memop, spin, hostfunc, thread"):
+        make_backend("graph", "cpu")
+    with pytest.raises(InputError, match="does not work on cuda:0"):
+        make_backend("thread", "cuda:0")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_cuda() -> None:
+    with pytest.raises(MachineError, match="torch sees no CUDA device"):
+        make_backend("auto", "cuda")
+
+
+class Fake:
+    def __init__(self, name: str, error: Exception | None) -> None:
+        self.name, self.error = name, error
+
+    def __call__(self, device: torch.device, why: str) -> Fake:
+        if self.error is not None:
+            raise self.error
+        self.why = why
+        return self
+
+
+@pytest.mark.parametrize(
+    ("errors", "chosen", "why"),
+    [
+        ((None, None, None), "memop", "the first choice"),
+        ((MachineError("switched off"), None, None), "spin", "memop: switched off"),
+        (
+            (MachineError("off"), RuntimeError("no such kernel"), None),
+            "hostfunc",
+            "memop: off; spin: hand-off 'spin' on cuda: no such kernel",
+        ),
+    ],
+)
+def test_auto(
+    errors: tuple[Exception | None, ...],
+    chosen: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    names = handoff_backends.GPU_BACKENDS
+    fakes: dict[str, Any] = {name: Fake(name, error) for name, error in zip(names, errors, strict=True)}
+    monkeypatch.setattr(handoff_backends, "_GPU", fakes)
+    monkeypatch.setattr(handoff_backends, "_trial", lambda backend: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with caplog.at_level(logging.INFO, "hetero.handoff"):
+        backend = make_backend("auto", "cuda")
+    assert (backend.name, backend.why) == (chosen, why)
+    assert caplog.messages == [f"hand-off by {chosen} ({why})"]
+
+
+def test_a_named_backend_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes: dict[str, Any] = {name: Fake(name, None) for name in handoff_backends.GPU_BACKENDS}
+    fakes["memop"].error = MachineError("switched off")
+    monkeypatch.setattr(handoff_backends, "_GPU", fakes)
+    monkeypatch.setattr(handoff_backends, "_trial", lambda backend: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(MachineError, match="switched off"):
+        make_backend("memop", "cuda")
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(MachineError, match="no CUDA driver: libcuda"):
+        cuda_driver.Driver()
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas of the CUDA toolkit")
+def test_kernels_assemble(tmp_path: Path) -> None:
+    source = tmp_path / "handoff.ptx"
+    source.write_text(PTX)
+    for target in ("sm_80", "sm_90"):
+        command = ["ptxas", f"-arch={target}", str(source), "-o", str(tmp_path / "out")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
