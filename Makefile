@@ -17,7 +17,7 @@ DEMO := $(VENV)/.demo
 CPP := $(wildcard cpu_ext/*.cpp cpu_ext/*.h cpu_ext/*.inc)
 SHIPPED := $(shell find rules hetero/data -type f 2>/dev/null)
 
-.PHONY: demo test test-numa install check lint types imports format symbols pytest clean
+.PHONY: demo test fuzz test-numa install check lint types imports format symbols pytest clean
 
 demo: $(EXT) $(DEMO)
 	$(BIN)/hetero run -p "$(QUESTION)"
@@ -76,6 +76,14 @@ pytest: $(DEV) $(EXT) $(DEMO)
 # qemu-system-x86, busybox-static and e2fsprogs.
 test-numa: $(DEV) $(EXT)
 	HETERO_TEST_NUMA=$(VENV)/numa $(BIN)/python -m pytest tests/numa
+
+# Readers of files from strangers, each for FUZZ_SECONDS; what is learnt and found stays in .fuzz/.
+FUZZ_SECONDS ?= 600
+FUZZ_TARGETS ?= gguf safetensors index config generation statistics
+
+fuzz: $(DEV) $(EXT)
+	$(PIP) install -q -c constraints.txt "$$($(BIN)/python scripts/requirements.py fuzz)"
+	for target in $(FUZZ_TARGETS); do $(BIN)/python -m tests.fuzz.harness $$target .fuzz $(FUZZ_SECONDS) || exit 1; done
 
 clean:
 	rm -rf build dist $(EXT)

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hetero import stats, terminal
+from hetero import jsonfile, stats, terminal
 from hetero.core import InputError
 from hetero.formats import parse_format
 from hetero.hw import memory
@@ -32,8 +32,13 @@ from hetero.plan.tiers import Request
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a config.json or synthetic:NAME.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, a config.json, synthetic:NAME or OWNER/NAME.")
+    ],
     *,
+    revision: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a model of the Hub.")
+    ] = None,
     vram: Annotated[
         str | None, typer.Option(metavar="24GiB", help="GPU memory that may be used; 0: none. Default: all.")
     ] = None,
@@ -80,7 +85,7 @@ def plan(
         dense=dense,
         counts=() if counts is None else read_counts(counts),
     )
-    found = resolve_model(model)
+    found = resolve_model(model, revision=revision)
     inventory = take_inventory(found.config)
     if counts is None:
         request = replace(request, counts=used_counts(found, inventory))
@@ -122,7 +127,7 @@ def take_inventory(config: dict[str, Any]) -> Inventory:
 def read_counts(path: Path) -> tuple[tuple[float, ...], ...]:
     """How often experts were chosen, [layers][experts]. Raises InputError for another file."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = jsonfile.parse(path.read_bytes())
     except OSError as error:
         raise InputError(f"--counts {path}: cannot be read: {error.strerror}") from None
     except ValueError as error:

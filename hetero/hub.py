@@ -6,7 +6,6 @@ GGUF repository. Never code, and never a format that can hold code (.bin, .pt).
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils._headers import build_hf_headers
 
+from hetero import jsonfile
 from hetero.core import InputError, MachineError
 from hetero.hub_errors import UnreachableError, endpoint, first_line, refused, unreachable
 from hetero.hub_names import (
@@ -210,8 +210,8 @@ class _Fetch:
             return [file for path, file in self._files.items() if fits(path, WEIGHTS)]
         index = folder / INDEX
         try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            names = set(jsonfile.parse(index.read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError(
                 f"{self._name.repo}: {INDEX} has no 'weight_map' from tensors to files"
             ) from None

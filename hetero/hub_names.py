@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from hetero import jsonfile
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -126,7 +127,7 @@ def whole(folder: Path, name: HubName, weights: bool) -> Path | None:
     if INDEX not in there:
         return folder
     try:
-        shards: Any = json.loads(there[INDEX].read_text(encoding="utf-8"))["weight_map"].values()
+        shards: Any = jsonfile.parse(there[INDEX].read_bytes())["weight_map"].values()
         return folder if all(shard in there for shard in shards) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

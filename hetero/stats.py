@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hetero import jsonfile
 from hetero.config import settings
 
 if TYPE_CHECKING:
@@ -213,12 +214,12 @@ def _read(path: Path) -> Stats | None:
     try:
         if path.stat().st_size > _MOST_BYTES:
             return None
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = jsonfile.parse(path.read_bytes())
         if body["version"] != _VERSION or not isinstance(body["layers"], dict):
             return None
         layers = {int(layer): [float(count) for count in row] for layer, row in body["layers"].items()}
         found = Stats(str(body["name"]), str(body["config"]), int(body["choices"]), layers)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
     sound = all(
         0 <= layer < MOST_LAYERS

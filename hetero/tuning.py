@@ -21,6 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
+from hetero import jsonfile
 from hetero.core import InputError
 
 log = logging.getLogger("hetero.tuning")
@@ -270,7 +271,7 @@ def _as_json(times: Times) -> dict[str, list[float | None]]:
 def _parse(path: Path, identity: Mapping[str, Any] | None) -> dict[str, Times]:
     """Times by format. Raises OSError, or ValueError saying what is wrong, above all another identity."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = jsonfile.parse(path.read_bytes())
     except ValueError:  # of JSON or of UTF-8
         raise ValueError("not a file of measured times") from None
     if not isinstance(record, dict) or (record.get("kind"), record.get("version")) != (_KIND, _VERSION):

@@ -6,7 +6,6 @@ and shapes of the checkpoint, instruction set, memory.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hetero import inject
+from hetero import inject, jsonfile
 from hetero.config import ISAS, settings
 from hetero.core import InputError
 from hetero.engine.experts import ExpertsOnTiers, Ready, StoreOptions, pack_experts
@@ -195,7 +194,7 @@ def eos_ids(folder: Path, text_config: Any, tokenizer: Tokenizer | None) -> froz
     listed: Any = None
     if path.is_file():
         try:
-            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            listed = jsonfile.parse(path.read_bytes()).get("eos_token_id")
         except (OSError, ValueError, AttributeError) as error:
             raise InputError(f"{path}: cannot be read as JSON: {error}") from None
     if listed is None:

@@ -15,6 +15,8 @@ from hetero.model.gguf_source import config_of
 from hetero.model.moe_types import check_type
 from hetero.model.shapes import read_config
 
+# Of layers, heads and experts.
+_MOST = 1_000_000
 # Fields that shape a model. transformers would fill an absent one with a default of its own, and the error
 # would show up much later as a wrong shape.
 _SHAPING_FIELDS = (
@@ -52,6 +54,7 @@ def load_config(source: str | Path | dict[str, Any]) -> hf.Config:
             hint += "; the model brings code of its own, which hetero never runs (trust_remote_code)"
         raise InputError(f"{where}: unknown model_type {model_type!r}{hint}")
     check_type(model_type)
+    _check_counts(data, where)
     config_class = hf.CONFIG_MAPPING[model_type]
     _check_fields(data, config_class, where)
     try:
@@ -70,6 +73,15 @@ def _read_config(source: str | Path | dict[str, Any]) -> tuple[dict[str, Any], s
     if path.is_dir():
         path = path / "config.json"
     return read_config(path), str(path)
+
+
+def _check_counts(data: dict[str, Any], where: str, prefix: str = "") -> None:
+    """Counts size lists of transformers' own, which would fill the memory before anything else looks."""
+    for name, value in data.items():
+        if isinstance(value, dict):
+            _check_counts(value, where, f"{prefix}{name}.")
+        elif name.startswith(("num_", "n_")) and isinstance(value, int | float) and not value <= _MOST:
+            raise InputError(f"{where}: field '{prefix}{name}' is {value}: at most {_MOST} are possible")
 
 
 def _check_fields(data: dict[str, Any], config_class: Any, where: str, prefix: str = "") -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hetero import jsonfile
 from hetero.core import InputError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _synthetic(name: str) -> ModelRef:
 def read_config(path: Path) -> dict[str, Any]:
     """A config.json as it is written. Raises InputError for a file that is absent or no JSON object."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
+        data = jsonfile.parse(path.read_bytes(), _special_float)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; a model folder holds a config.json") from None
     except OSError as error:
@@ -163,4 +163,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _special_float(value: dict[str, Any]) -> Any:
     """transformers writes an infinity, which JSON lacks, as an object with one key."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+    if value.keys() != {"__float__"}:
+        return value
+    if not isinstance(value["__float__"], str):
+        raise ValueError("a '__float__' that is no text")
+    return float(value["__float__"])

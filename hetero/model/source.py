@@ -7,7 +7,6 @@ the process's resident memory, beside the packed weights.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from hetero import jsonfile
 from hetero.core import InputError
 from hetero.formats import Format
 from hetero.quant.pack import Codes
@@ -26,6 +26,7 @@ INDEX = "model.safetensors.index.json"
 
 # The format's own limit of a header, so that a file of another kind is not read whole.
 _MAX_HEADER = 100_000_000
+_MAX_DIMENSIONS = 64
 
 _DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
@@ -245,12 +246,15 @@ def _find_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
 def _read_index(folder: Path) -> tuple[list[Path], dict[str, str]]:
     path = folder / INDEX
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = jsonfile.parse(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as JSON: {error}") from None
     index = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
         raise InputError(f"{path}: expected a 'weight_map' from tensor names to file names")
+    for shard in index.values():
+        if not is_file_name(shard):
+            raise InputError(f"{path}: {shard[:200]!r} is not the name of a file beside it")
     files = [folder / shard for shard in sorted(set(index.values()))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
@@ -258,6 +262,16 @@ def _read_index(folder: Path) -> tuple[list[Path], dict[str, str]]:
             f"{path} names {len(files)} shards, of which {len(missing)} are missing: {', '.join(missing[:5])}"
         )
     return files, index
+
+
+def is_file_name(text: str) -> bool:
+    """Whether a text names a file of a folder, and nothing that lies elsewhere."""
+    return (
+        0 < len(text.encode("utf-8", "surrogatepass")) <= 255
+        and text.isprintable()
+        and "/" not in text
+        and text not in (".", "..")
+    )
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -277,7 +291,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from None
     try:
-        header = json.loads(raw)
+        header = jsonfile.parse(raw)
     except ValueError:
         raise InputError(f"{file}: not a safetensors file: its header is not JSON") from None
     if not isinstance(header, dict):
@@ -295,9 +309,11 @@ def _entries(file: Path, header: dict[str, Any], base: int) -> Iterator[tuple[st
             dtype = str(entry["dtype"])
             shape = tuple(int(size) for size in entry["shape"])
             begin, end = (int(offset) for offset in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise InputError(f"{file}: the header's entry of tensor {name} is malformed") from None
-        if min(shape, default=0) < 0 or not 0 <= begin <= end:
+        # Bounds first: the product of a hostile shape can take minutes.
+        sizes = len(shape) <= _MAX_DIMENSIONS and all(0 <= size < 1 << 63 for size in shape)
+        if not sizes or not 0 <= begin <= end < 1 << 63:
             raise InputError(f"{file}: the header's entry of tensor {name} is malformed")
         if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != end - begin:
             raise InputError(

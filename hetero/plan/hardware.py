@@ -7,13 +7,13 @@ shipped. Rates: GB/s are 1e9 bytes, TOPS and TFLOPS 1e12 multiplications and add
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from hetero import jsonfile
 from hetero.core import InputError
 
 _FOLDER = Path(__file__).resolve().parent.parent / "data" / "hardware"
@@ -162,7 +162,7 @@ def load_hardware(text: str) -> Hardware:
             f"--hardware {text}: neither a file nor a shipped profile{hint}; shipped: {', '.join(names)}"
         )
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = jsonfile.parse(path.read_bytes())
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:

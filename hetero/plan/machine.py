@@ -6,12 +6,12 @@ it is of the same processor.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
+from hetero import jsonfile
 from hetero.config import settings
 from hetero.core import HeteroError
 from hetero.hw import cpu, topology
@@ -59,7 +59,7 @@ def kept_profile() -> Hardware | None:
     """The doctor's last profile, None where there is none or it cannot be read."""
     path = profile_path()
     try:
-        return parse_hardware(json.loads(path.read_text(encoding="utf-8")), str(path))
+        return parse_hardware(jsonfile.parse(path.read_bytes()), str(path))
     except (OSError, ValueError, HeteroError):
         return None
 

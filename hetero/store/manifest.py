@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hetero import jsonfile
 from hetero.core import ExpertSpec
 from hetero.store.reads import aligned
 
@@ -100,7 +101,7 @@ class Manifest:
     @staticmethod
     def from_json(text: bytes) -> Manifest:
         """Raises ValueError, KeyError or TypeError for what ``to_json`` has not made."""
-        data: dict[str, Any] = json.loads(text)
+        data: dict[str, Any] = jsonfile.parse(text)
         source = data["source"]
         files = tuple((str(name), int(size), int(time)) for name, size, time in source["files"])
         kinds = {"name": str, "gate": bool, "bias": bool, "formats": tuple}

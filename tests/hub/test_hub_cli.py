@@ -63,10 +63,12 @@ def test_run_fetches_and_runs(hub: Hub, repo: Repo, folder: Path, monkeypatch: p
     assert not hub.requests
 
 
-def test_rules_read_the_configuration_alone(hub: Hub, repo: Repo) -> None:
+def test_rules_and_plans_read_the_configuration_alone(hub: Hub, repo: Repo) -> None:
     result = call("rules", "explain", NAME, "--devices", "cpu", "--json", "--revision", "main")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["model_type"] == "qwen3_moe"
+    result = call("plan", NAME, "--ctx", 128, "--hardware", "rtx4090-7950x", "--json")
+    assert result.exit_code == 0, result.output
     names = {path.rpartition("/")[2] for _, path, _ in hub.requests if "/resolve/" in path}
     assert names == {"config.json"}
 

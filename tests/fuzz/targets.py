@@ -1,0 +1,175 @@
+"""What is fuzzed: readers of files that come from strangers. Each takes bytes and writes them to ``path``.
+
+Whatever the bytes are, a reader returns or raises InputError, within a second and a few times the file's
+size. Anything else is a finding: its bytes go to ``corpus/TARGET/`` and are read in every test run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from hetero.core import InputError
+
+Target = Callable[[bytes, Path], object]
+
+
+def gguf(data: bytes, path: Path) -> object:
+    from hetero.model.gguf_file import scan
+
+    path.write_bytes(data)
+    return scan(path)
+
+
+def safetensors(data: bytes, path: Path) -> object:
+    """The bytes as they are, and as the header of a file that has room for tensors."""
+    from hetero.model.source import read_header
+
+    path.write_bytes(data)
+    try:
+        read_header(path)
+    except InputError:
+        path.write_bytes(len(data).to_bytes(8, "little") + data + bytes(64))
+        return read_header(path)
+    return None
+
+
+def index(data: bytes, path: Path) -> object:
+    """A folder with a model.safetensors.index.json."""
+    from hetero.model.source import INDEX, Checkpoint
+
+    path.mkdir(exist_ok=True)
+    (path / INDEX).write_bytes(data)
+    return Checkpoint(path).close()
+
+
+def config(data: bytes, path: Path) -> object:
+    """A config.json, as far as the class of its model type."""
+    from hetero.model.config import load_config
+    from hetero.model.shapes import read_config
+
+    path.write_bytes(data)
+    return load_config(read_config(path))
+
+
+def generation(data: bytes, path: Path) -> object:
+    """A generation_config.json."""
+    from types import SimpleNamespace
+
+    from hetero.engine.load import eos_ids
+
+    path.mkdir(exist_ok=True)
+    (path / "generation_config.json").write_bytes(data)
+    return eos_ids(path, SimpleNamespace(eos_token_id=1), None)
+
+
+def statistics(data: bytes, path: Path) -> object:
+    """A file of statistics, which is nothing rather than an error when it is broken."""
+    from hetero import stats
+
+    path.write_bytes(data)
+    found = stats._read(path)
+    return None if found is None else found.array()
+
+
+TARGETS: dict[str, Target] = {
+    "gguf": gguf,
+    "safetensors": safetensors,
+    "index": index,
+    "config": config,
+    "generation": generation,
+    "statistics": statistics,
+}
+
+
+def run(target: Target, data: bytes, path: Path) -> None:
+    """Raises whatever is a finding."""
+    try:
+        target(data, path)
+    except InputError as error:
+        # Told to a person: there is a sentence, and it can be printed.
+        if not str(error).strip():
+            raise ValueError("an error without a message") from error
+        str(error).encode("utf-8", "backslashreplace")
+
+
+def seeds(name: str, folder: Path) -> list[bytes]:
+    """Inputs to begin with, written in ``folder``: files that are right, from which a fuzzer goes astray."""
+    if name == "gguf":
+        return _gguf_seeds(folder)
+    texts = {
+        "safetensors": [
+            {"a": {"dtype": "F32", "shape": [2, 8], "data_offsets": [0, 64]}},
+            {
+                "a": {"dtype": "BF16", "shape": [16], "data_offsets": [0, 32]},
+                "b": {"dtype": "F8_E4M3", "shape": [4, 8], "data_offsets": [32, 64]},
+                "__metadata__": {"format": "pt"},
+            },
+        ],
+        "index": [
+            {"metadata": {"total_size": 64}, "weight_map": {"a.weight": "model-00001-of-00002.safetensors"}}
+        ],
+        "config": [
+            {"model_type": "qwen3_moe", **_SHAPE, "num_experts": 8, "moe_intermediate_size": 24},
+            {
+                "model_type": "mixtral",
+                **_SHAPE,
+                "num_local_experts": 8,
+                "rope_scaling": {"type": "yarn", "factor": 2.0},
+            },
+            {
+                "model_type": "qwen3_5_moe",
+                "text_config": _SHAPE,
+                "vision_config": {},
+                "quantization_config": {},
+            },
+        ],
+        "generation": [{"eos_token_id": [1, 2]}, {"eos_token_id": 2, "temperature": 0.6}],
+        "statistics": [
+            {"version": 1, "name": "m", "config": "c", "choices": 3, "layers": {"0": [1, 2], "3": [0.5, 0]}}
+        ],
+    }
+    return [json.dumps(text).encode() for text in texts[name]]
+
+
+_SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+
+
+def _gguf_seeds(folder: Path) -> list[bytes]:
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    made = []
+    for number, alignment in enumerate((32, 64)):
+        path = folder / f"seed-{number}.gguf"
+        writer = GGUFWriter(path, "qwen3moe")
+        writer.add_custom_alignment(alignment)
+        writer.add_block_count(2)
+        writer.add_float32("qwen3moe.rope.freq_base", 1e6)
+        writer.add_bool("tokenizer.ggml.add_bos_token", True)
+        writer.add_array("tokenizer.ggml.tokens", ["a", "b", "<s>"])
+        writer.add_array("tokenizer.ggml.token_type", [1, 1, 3])
+        writer.add_string("tokenizer.chat_template", "{{ messages }}")
+        if number:
+            writer.add_uint16("split.count", 2)
+            writer.add_uint16("split.no", 0)
+            writer.add_int32("split.tensors.count", 2)
+        writer.add_tensor("token_embd.weight", np.zeros((3, 8), np.float32))
+        blocks = np.zeros((2, 34), np.uint8)
+        writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=GGMLQuantizationType.Q8_0)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        made.append(path.read_bytes())
+    return made
