@@ -102,7 +102,13 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the rule file."),
 ]
-DtypeOption = Annotated[str, typer.Option(help="Of dense layers: float32, bfloat16 or float16.")]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(help="Of dense layers: float32 (the default), bfloat16 or float16; with --auto the plan's."),
+]
+AutoOption = Annotated[
+    bool, typer.Option("--auto", help="Plan for this machine: formats and places that fit, as a rule file.")
+]
 IsaOption = Annotated[str, typer.Option(help="Of CPU experts: auto, scalar, avx2, avx512 or amx.")]
 ThreadsOption = Annotated[int | None, typer.Option(help="Threads; default: the physical cores.")]
 TierOption = Annotated[
@@ -154,7 +160,8 @@ def run(
     system: Annotated[str | None, typer.Option(help="System message, for the chat template.")] = None,
     rules: RulesOption = None,
     set_: SetOption = None,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = None,
+    auto: AutoOption = False,
     isa: IsaOption = "auto",
     threads: ThreadsOption = None,
     tier: TierOption = None,
@@ -200,7 +207,14 @@ def run(
     request = Request(tuple(_ANY_PROMPT if given_ids is None else given_ids), sampling, max_tokens, stops)
 
     loaded = _load(
-        *_folder(model, revision), rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads, store=store
+        *_folder(model, revision),
+        rules=rules,
+        sets=set_,
+        dtype=dtype,
+        isa=isa,
+        threads=threads,
+        store=store,
+        auto=auto,
     )
     ids = given_ids if given_ids is not None else _prompt_ids(loaded, prompt or "", system, raw)
     request = dataclasses.replace(request, prompt=tuple(ids), ignore_eos=ignore_eos)
@@ -223,7 +237,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     rules: RulesOption = None,
     set_: SetOption = None,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = None,
+    auto: AutoOption = False,
     isa: IsaOption = "auto",
     threads: ThreadsOption = None,
     tier: TierOption = None,
@@ -257,7 +272,14 @@ def chat(
     store = _store(tier, ram, pack_cache)
 
     loaded = _load(
-        *_folder(model, revision), rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads, store=store
+        *_folder(model, revision),
+        rules=rules,
+        sets=set_,
+        dtype=dtype,
+        isa=isa,
+        threads=threads,
+        store=store,
+        auto=auto,
     )
     tokenizer = loaded.tokenizer
     if tokenizer is None:
@@ -317,7 +339,8 @@ def serve(
     reasoning_format: Annotated[str, typer.Option(help="Of reasoning; auto: by the chat template.")] = "auto",
     rules: RulesOption = None,
     set_: SetOption = None,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = None,
+    auto: AutoOption = False,
     isa: IsaOption = "auto",
     threads: ThreadsOption = None,
     tier: TierOption = None,
@@ -360,7 +383,17 @@ def serve(
 
         def load() -> Loaded:
             return _load(
-                folder, name, rules=rules, sets=set_, dtype=dtype, isa=isa, threads=threads, store=store
+                folder,
+                name,
+                rules=rules,
+                sets=set_,
+                dtype=dtype,
+                isa=isa,
+                threads=threads,
+                store=store,
+                auto=auto,
+                context=ctx,
+                concurrency=slots,
             )
 
         with to_file(trace, terminal.note):
@@ -397,13 +430,18 @@ def _load(
     *,
     rules: str | None,
     sets: list[str] | None,
-    dtype: str,
+    dtype: str | None,
     isa: str,
     threads: int | None,
     store: StoreOptions,
+    auto: bool = False,
+    context: int | None = None,
+    concurrency: int = 1,
 ) -> Loaded:
     from hetero.rules.variables import parse_set
 
+    if auto and (rules is not None or sets):
+        raise InputError("--auto chooses the rules itself: leave out --rules and --set, or take its file")
     overrides = parse_set(sets or [])
     if threads is not None and not 1 <= threads <= MAX_THREADS:
         raise InputError(f"--threads {threads}: must be from 1 to {MAX_THREADS}")
@@ -412,12 +450,23 @@ def _load(
     from hetero.model import hf
 
     hf.quiet()
+    if auto:
+        import torch
+
+        from hetero.auto import plan_run
+
+        device = None
+        if torch.cuda.is_available():
+            device = (torch.cuda.get_device_name(0), torch.cuda.mem_get_info(0)[0])
+        chosen = plan_run(folder, name, context=context, concurrency=concurrency, device=device)
+        terminal.note(chosen.note)
+        rules, dtype = str(chosen.rules), dtype or chosen.dtype
     with terminal.progress_bar(f"loading {name}") as progress:
         loaded = load_model(
             folder,
             rules=rules,
             overrides=overrides,
-            dtype=dtype,
+            dtype=dtype or "float32",
             isa=isa,
             threads=threads,
             progress=progress,

@@ -185,7 +185,8 @@ def show(made: Plan) -> None:
     console.print(_decode_table(made))
     for found in made.decode:
         say(f"bound, {found.routing} routing: {found.tok_s:.1f} tokens/s; {found.binds} binds")
-    say(f"today: {made.today.tok_s:.1f} tokens/s; {made.today.binds} binds")
+    now = made.today.decode
+    say(f"today: {now.tok_s:.1f} tokens/s; {now.binds} binds")
     say()
     for way in made.prefill:
         say(f"prefill of {way.tokens} tokens: {way.ms / 1e3:.2f} s, {way.tok_s:.0f} tokens/s, {way.way}")
@@ -195,8 +196,8 @@ def show(made: Plan) -> None:
         say("\nthe bound needs what is not built yet:")
         for wait in made.waits:
             say(f"  - {wait}")
-    if made.not_today is not None:
-        say(f"\nthe rules as they can be written now do not fit: {made.not_today}")
+    if made.today.why_not is not None:
+        say(f"\nthe rules as they can be written now do not fit: {made.today.why_not}")
     for warning in made.warnings:
         say(f"warning: {warning}")
     say(f"\n{_basis(made.hardware)}")
@@ -219,7 +220,7 @@ def _memory_table(made: Plan) -> Table:
 
 def _decode_table(made: Plan) -> Table:
     """Terms of a step by routing, and as it is today."""
-    columns: list[tuple[str, Decode]] = [(d.routing, d) for d in made.decode] + [("today", made.today)]
+    columns: list[tuple[str, Decode]] = [(d.routing, d) for d in made.decode] + [("today", made.today.decode)]
     table = Table(box=None, pad_edge=False)
     table.add_column("a decode step, ms (* at the same time)")
     for name, _ in columns:

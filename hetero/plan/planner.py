@@ -9,26 +9,20 @@ from typing import Any
 from hetero.core import InputError, MachineError
 from hetero.formats import Format, parse_format
 from hetero.plan.hardware import Hardware, hardware_names, load_hardware
-from hetero.plan.inventory import Inventory, Kind
+from hetero.plan.inventory import Inventory
 from hetero.plan.prefill import Prefill, prefill
-from hetero.plan.roofline import Decode, Term, both_rates, decode, today
+from hetero.plan.roofline import Decode, Term, both_rates, decode
 from hetero.plan.routing import Routing
 from hetero.plan.sizes import gib
 from hetero.plan.tiers import (
-    CUDA_CONTEXT,
     DENSE_WIDTH,
     GIB,
-    GRAPHS,
-    PREFILL_CHUNK,
     Layout,
     Request,
     Tier,
-    activations,
-    all_expert_bytes,
-    dense_bytes,
     lay_out,
-    sequences_bytes,
 )
+from hetero.plan.today import Today, plan_today
 from hetero.rules.defaults import default_rules_for
 from hetero.rules.load import load_rules
 
@@ -61,18 +55,17 @@ class Plan:
     request: Request
     layout: Layout
     decode: tuple[Decode, ...]  # the bound, by routing
-    today: Decode
+    today: Today
     prefill: tuple[Prefill, ...]  # the bound of a short prompt and of the one asked for, fastest way each
     ways: tuple[Prefill, ...]  # all ways of the prompt asked for
     alternatives: tuple[Alternative, ...]
-    not_today: str | None  # why the written rules would not load, None where they would
     waits: tuple[str, ...]  # what the bound needs that is not built yet
     warnings: tuple[str, ...]
 
     @property
     def dtype(self) -> str:
         """Dtype that a run gives the dense layers."""
-        return "bfloat16" if self.layout.dense == "int8" else self.layout.dense
+        return self.today.dtype
 
 
 def check_request(request: Request, inventory: Inventory) -> None:
@@ -110,9 +103,16 @@ def family_format(model_type: str, has_gpu: bool) -> Format:
 
 
 def make_plan(
-    model: str, inventory: Inventory, hardware: Hardware, request: Request, *, any_format: bool = False
+    model: str,
+    inventory: Inventory,
+    hardware: Hardware,
+    request: Request,
+    *,
+    any_format: bool = False,
+    alternatives: bool = True,
 ) -> Plan:
     """Plan a model for a machine. ``any_format``: a smaller format may take the place of the request's.
+    ``alternatives``: plan those as well.
 
     Raises InputError for a request that makes no sense, MachineError with needed and available bytes where
     nothing fits.
@@ -122,6 +122,7 @@ def make_plan(
     routings = [Routing("local"), Routing("uniform")]
     if request.counts:
         routings.insert(0, Routing("counts", request.counts))
+    now = plan_today(inventory, hardware, request, layout)
     ways = prefill(inventory, hardware, request, layout, request.prompt)
     short = prefill(inventory, hardware, request, layout, min(SHORT_PROMPT, request.prompt))
     plan = Plan(
@@ -131,15 +132,14 @@ def make_plan(
         request=request,
         layout=layout,
         decode=tuple(decode(inventory, hardware, request, layout, r) for r in routings),
-        today=today(inventory, hardware, request, layout),
+        today=now,
         prefill=(short[0], ways[0]) if request.prompt > SHORT_PROMPT else (ways[0],),
         ways=tuple(ways),
         alternatives=(),
-        not_today=_not_today(inventory, hardware, request, layout),
-        waits=tuple(_waits(hardware, request, layout)),
+        waits=tuple(_waits(inventory, hardware, request, layout, now)),
         warnings=tuple(_warnings(inventory, hardware, request, layout)),
     )
-    return replace(plan, alternatives=tuple(_alternatives(plan)))
+    return replace(plan, alternatives=tuple(_alternatives(plan))) if alternatives else plan
 
 
 def _choose(
@@ -191,43 +191,19 @@ def _layouts(inventory: Inventory, hardware: Hardware, request: Request) -> Iter
     yield from found
 
 
-def _not_today(inventory: Inventory, hardware: Hardware, request: Request, layout: Layout) -> str | None:
-    """Why a run with today's operators would be refused: dense layers in bfloat16 at least, all experts and
-    tables in main memory."""
-    dtype = "bfloat16" if layout.dense == "int8" else layout.dense
-    if layout.gpu is not None:
-        gpu = Tier(layout.gpu.name, layout.gpu.capacity)
-        gpu.add("CUDA context", CUDA_CONTEXT)
-        gpu.add("workspace", GRAPHS + activations(inventory, PREFILL_CHUNK, 2))
-        gpu.add(f"dense layers ({dtype})", dense_bytes(inventory, dtype))
-        gpu.add("keys, values and states", sequences_bytes(inventory, request, 2))
-        if message := _shortage(gpu):
-            return message
-    ram = Tier(layout.ram.name, layout.ram.capacity)
-    for item in layout.ram.items:
-        if item.name not in ("experts", "n-gram table"):
-            ram.add(item.name, item.bytes)
-    ram.add("experts", all_expert_bytes(inventory, request.expert_format))
-    ram.add("n-gram table", DENSE_WIDTH[dtype] * inventory.of(Kind.TABLE))
-    return _shortage(ram)
-
-
-def _shortage(tier: Tier) -> str | None:
-    try:
-        tier.require("a run today", "see what is not built yet")
-    except MachineError as error:
-        return str(error).rpartition("; ")[0]
-    return None
-
-
-def _waits(hardware: Hardware, request: Request, layout: Layout) -> Iterator[str]:
+def _waits(
+    inventory: Inventory, hardware: Hardware, request: Request, layout: Layout, now: Today
+) -> Iterator[str]:
     """What the bound takes for granted and today's operators lack."""
     if layout.gpu is None:
         if request.draft:
             yield "drafts: no speculative decoding yet"
     else:
         if layout.slots:
-            yield f"the cache of {layout.slots} experts in GPU memory: all experts run on the CPU"
+            yield (
+                f"the cache of {layout.slots} experts of any layer on the GPU: today those of "
+                f"{len(now.gpu_layers)} of {len(inventory.sites)} layers lie there, whole"
+            )
         if both_rates(hardware)[1]:
             yield "the PCIe share of the experts: the CPU computes all of them"
         yield "fused operators in one CUDA graph: transformers' modules run one by one"
@@ -238,8 +214,6 @@ def _waits(hardware: Hardware, request: Request, layout: Layout) -> Iterator[str
             yield "drafts: no speculative decoding yet"
     if layout.table == "disk":
         yield "the n-gram table on disk: it is loaded into main memory"
-    if layout.on_disk > 0:
-        yield "experts on disk: all of them are loaded into main memory"
 
 
 def _warnings(inventory: Inventory, hardware: Hardware, request: Request, layout: Layout) -> Iterator[str]:
@@ -335,9 +309,15 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "copies_in_ram": layout.copies,
         },
         "decode": [_decode(d) for d in plan.decode],
-        "today": _decode(plan.today),
-        "loads_today": plan.not_today is None,
-        "not_today": plan.not_today,
+        "today": {
+            "loads": plan.today.why_not is None,
+            "why_not": plan.today.why_not,
+            "dtype": plan.today.dtype,
+            "gpu_layers": list(plan.today.gpu_layers),
+            "tier": plan.today.tier,
+            "ram_share": plan.today.ram_share,
+            **_decode(plan.today.decode),
+        },
         "prefill": [_prefill(p) for p in plan.prefill],
         "prefill_ways": [_prefill(p) for p in plan.ways],
         "alternatives": [

@@ -1,8 +1,7 @@
 """How long a decode step takes at least, term by term, from bytes and bandwidths.
 
 The bound: dense weights are read once a step by fused kernels in one CUDA graph, then in every layer the GPU
-reads its hot experts while the CPU and PCIe share the others, and a hand-off is paid for. ``today`` is what
-the operators that exist now allow: transformers' modules run eagerly, all routed experts on the CPU.
+reads its hot experts while the CPU and PCIe share the others, and a hand-off is paid for.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from hetero.plan.tiers import Layout, Request, dense_bytes, one_expert_bytes, va
 FUSED_LAUNCHES = 25  # kernels of a layer when norms, projections, gates and recurrence are fused
 # Operations of a layer of transformers' modules for one token, from graphs captured of four models.
 ATTENTION_OPS, LINEAR_OPS, HYPER_OPS = 68, 117, 41
-HOP_US = 60.0  # a layer's activations to the CPU and back by blocking copies
 TABLE_READS = 16  # rows of an n-gram table that a token needs, all known before the step
 
 
@@ -94,7 +92,7 @@ def decode(
     """The bound of a decode step under ``layout``."""
     rows, streams = request.draft + 1, request.concurrency
     on_gpu = layout.gpu is not None
-    terms = [*_dense(inventory, hardware, layout), _kept(inventory, hardware, request, layout)]
+    terms = [*dense_terms(inventory, hardware, layout), kept_term(inventory, hardware, request, layout)]
     if on_gpu:
         assert hardware.gpu is not None
         launches = FUSED_LAUNCHES * inventory.layers
@@ -115,13 +113,13 @@ def decode(
     of_pcie = missing * pcie / (cpu + pcie)
     if on_gpu and hardware.gpu is not None and layout.on_gpu:
         rate = hardware.gpu.read_gb_s.value
-        terms.append(_read("experts, GPU memory", needed - missing, rate, beside=True))
-    terms.append(_read("experts, CPU", missing - of_pcie, cpu, beside=True))
+        terms.append(read_term("experts, GPU memory", needed - missing, rate, beside=True))
+    terms.append(read_term("experts, CPU", missing - of_pcie, cpu, beside=True))
     if of_pcie:
-        terms.append(_read("experts, PCIe", of_pcie, pcie, beside=True))
+        terms.append(read_term("experts, PCIe", of_pcie, pcie, beside=True))
     if on_gpu and inventory.sites and hardware.handoff_us is not None:
         terms.append(Term("hand-off", len(inventory.sites) * hardware.handoff_us.value / 1e3))
-    terms += _disk(inventory, hardware, layout, from_disk, rows * streams)
+    terms += disk_terms(inventory, hardware, layout, from_disk, rows * streams)
     if request.draft:
         terms.append(_drafting(inventory, layout, request.draft, total_ms(terms)))
     spec = inventory.sites[0].spec if inventory.sites else None
@@ -134,27 +132,6 @@ def decode(
     )
 
 
-def today(inventory: Inventory, hardware: Hardware, request: Request, layout: Layout) -> Decode:
-    """A decode step by the operators that exist: no drafts, no cache on the GPU, no graph. ``layout``'s dense
-    layers count in bfloat16 where it has them in 8 bits."""
-    on_gpu = layout.gpu is not None
-    streams = request.concurrency
-    terms = [*_dense(inventory, hardware, layout, fallback=True), _kept(inventory, hardware, request, layout)]
-    operations = eager_operations(inventory)
-    terms.append(Term(f"{operations} eager operations", operations * hardware.cpu.op_us.value / 1e3))
-    routing = Routing("local")
-    rate = hardware.ram.read_gb_s.value * hardware.cpu.expert_share.value
-    size = sum(
-        one_expert_bytes(s.spec, request.expert_format)
-        * touched(routing, s.spec.num_experts, s.spec.top_k, streams=streams)
-        for s in inventory.sites
-    )
-    terms.append(_read("experts, CPU", size, rate))
-    if on_gpu:
-        terms.append(Term("copies to the CPU and back", len(inventory.sites) * HOP_US / 1e3))
-    return Decode("local", 0.0, tuple(t for t in terms if t.ms > 0), float(streams))
-
-
 def eager_operations(inventory: Inventory) -> int:
     """Operations of transformers' modules for one token, experts left out."""
     hyper = HYPER_OPS if inventory.of(Kind.HYPER) else 0
@@ -163,38 +140,42 @@ def eager_operations(inventory: Inventory) -> int:
     return recurrent * (LINEAR_OPS + hyper) + others * (ATTENTION_OPS + hyper)
 
 
-def _read(name: str, size: float, gb_s: float, *, beside: bool = False) -> Term:
+def read_term(name: str, size: float, gb_s: float, *, beside: bool = False) -> Term:
+    """Reading ``size`` bytes."""
     return Term(name, size / gb_s / 1e6 if size else 0.0, int(size), gb_s, beside)
 
 
-def _dense(inventory: Inventory, hardware: Hardware, layout: Layout, fallback: bool = False) -> list[Term]:
+def dense_terms(
+    inventory: Inventory, hardware: Hardware, layout: Layout, fallback: bool = False
+) -> list[Term]:
     """Dense weights that every token reads."""
     dtype = "bfloat16" if fallback and layout.dense == "int8" else layout.dense
     unread = inventory.dense_params - inventory.read_params
     size = dense_bytes(inventory, dtype) - unread * value_width(dtype)
     if layout.gpu is not None and hardware.gpu is not None:
-        return [_read("dense layers, GPU memory", size, hardware.gpu.read_gb_s.value)]
-    return [_read("dense layers, CPU", size, hardware.ram.read_gb_s.value)]
+        return [read_term("dense layers, GPU memory", size, hardware.gpu.read_gb_s.value)]
+    return [read_term("dense layers, CPU", size, hardware.ram.read_gb_s.value)]
 
 
-def _kept(inventory: Inventory, hardware: Hardware, request: Request, layout: Layout) -> Term:
+def kept_term(inventory: Inventory, hardware: Hardware, request: Request, layout: Layout) -> Term:
     """Keys, values and states that attention reads."""
     width = value_width(layout.dense)
     size = request.concurrency * sum(s.read_bytes(request.context, width) for s in inventory.states)
     gpu = hardware.gpu if layout.gpu is not None else None
     rate = hardware.ram.read_gb_s.value if gpu is None else gpu.read_gb_s.value
-    return _read("keys and values", size, rate)
+    return read_term("keys and values", size, rate)
 
 
-def _disk(
+def disk_terms(
     inventory: Inventory, hardware: Hardware, layout: Layout, from_disk: float, tokens: int
 ) -> list[Term]:
+    """Experts that no memory holds, and rows of a table on disk."""
     if hardware.disk is None:
         return []
     found = []
     latency = hardware.disk.latency_us.value / 1e3 if hardware.disk.latency_us else 0.1
     if from_disk:
-        read = _read("experts, disk", from_disk, hardware.disk.read_gb_s.value)
+        read = read_term("experts, disk", from_disk, hardware.disk.read_gb_s.value)
         waits = len(inventory.sites) * latency
         found.append(Term(read.name, read.ms + waits, read.bytes, read.gb_s))
     if layout.table == "disk":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hetero.plan.inventory import Kind
 from hetero.plan.planner import Plan
 from hetero.plan.sizes import gib
@@ -21,7 +23,7 @@ def rule_file(plan: Plan) -> str:
         *(line for tier in _tiers(plan) for line in _comment(tier)),
         *_comment(
             f"Dense layers: run with --dtype {plan.dtype}. Decode, at most: "
-            f"{plan.today.tok_s:.1f} tokens/s with these rules, "
+            f"{plan.today.decode.tok_s:.1f} tokens/s with these rules, "
             + " and ".join(f"{d.tok_s:.0f} ({d.routing} routing)" for d in plan.decode)
             + (" once the rest is built:" if plan.waits else " as the bound.")
         ),
@@ -33,19 +35,35 @@ def rule_file(plan: Plan) -> str:
     if on_gpu:
         lines.append("  gpu: cuda:0")
     if plan.inventory.sites:
-        lines.append(f"  experts: {plan.request.expert_format}")
+        fmt = plan.request.expert_format
+        lines.append(f"  experts: {'keep' if fmt.kept_only else fmt}")
     if lines[-1] == "vars:":
         lines.pop()
     lines.append("rules:")
     if plan.inventory.of(Kind.TABLE) and on_gpu:
         lines += _rule("n-gram table", r"{name: '\.ngram_embedding$'}", "{op: keep, device: cpu}")
-    if plan.inventory.sites:
-        experts = '{device: cpu, format: "${experts}", isa: auto, numa: split}'
-        lines += _rule(
-            "routed experts", "{class: MoeBlock}", f"{{op: moe, device: {device}, experts: {experts}}}"
-        )
+    if layers := plan.today.gpu_layers:
+        match = f"{{class: MoeBlock, layers: '{_ranges(layers)}'}}"
+        experts = '{device: "${gpu}", format: "${experts}"}'
+        lines += _rule("experts on the GPU", match, f"{{op: moe, device: {device}, experts: {experts}}}")
+    if len(plan.today.gpu_layers) < len(plan.inventory.sites):
+        tier = ", tier: disk" if plan.today.tier == "disk" else ""
+        experts = f'{{device: cpu, format: "${{experts}}", isa: auto, numa: split{tier}}}'
+        replace = f"{{op: moe, device: {device},\n              experts: {experts}}}"
+        lines += _rule("routed experts", "{class: MoeBlock}", replace)
     lines += _rule("everything else", "{name: '.*'}", f"{{op: keep, device: {device}}}")
     return "\n".join(lines) + "\n"
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """Layer numbers as a rule writes them: 0-11,14."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _rule(name: str, match: str, replace: str) -> list[str]:

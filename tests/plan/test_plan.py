@@ -15,8 +15,9 @@ from hetero.formats import expert_bytes, parse_format
 from hetero.plan.hardware import hardware_names, load_hardware, parse_hardware
 from hetero.plan.planner import as_dict, family_format, make_plan
 from hetero.plan.prefill import prefill
-from hetero.plan.roofline import both_rates, decode, expected_tokens, today
+from hetero.plan.roofline import both_rates, decode, expected_tokens
 from hetero.plan.routing import Routing, distinct, misses, touched
+from hetero.plan.rulefile import rule_file
 from hetero.plan.tiers import (
     CUDA_CONTEXT,
     EXPERT_WORKSPACE,
@@ -29,6 +30,7 @@ from hetero.plan.tiers import (
     lay_out,
     sequences_bytes,
 )
+from hetero.plan.today import plan_today
 from tests.plan.example import GIB, asked, flagship, machine, shape, small
 
 LOCAL, UNIFORM = Routing("local"), Routing("uniform")
@@ -120,12 +122,36 @@ def test_terms_of_a_step() -> None:
 
 def test_today_has_no_cache_and_no_graph() -> None:
     model, hardware = flagship(), machine(ram=256 * GIB)
-    layout = lay_out(model, hardware, asked(context=1024), "int8")
-    found = terms(today(model, hardware, asked(context=1024), layout))
-    assert isclose(found["experts, CPU"], 48 * 10 * 3 * 2560 * 640 * 4.5 / 8 / 50e9 * 1e3, rel_tol=1e-6)
+    request = asked(vram=24 * GIB, context=1024)
+    layout = lay_out(model, hardware, request, "int8")
+    now = plan_today(model, hardware, request, layout)
+    one = 3 * 2560 * 640 * 4.5 / 8
+    # Dense layers in bfloat16 leave room for the experts of some layers; all layers have as many.
+    before = CUDA_CONTEXT + GRAPHS + activations(model, 512, 2) + sequences_bytes(model, request, 2)
+    count = int((24 * GIB - before - dense_bytes(model, "bfloat16")) // (512 * one))
+    assert now.gpu_layers == tuple(range(count))
+    assert (now.dtype, now.tier, now.ram_share, now.why_not) == ("bfloat16", "ram", 1.0, None)
+    found = terms(now.decode)
+    assert isclose(found["experts, CPU"], (48 - count) * 10 * one / 50e9 * 1e3, rel_tol=1e-6)
+    assert isclose(found["experts, GPU"], count * 10 * one / 1e12 * 1e3, rel_tol=1e-6)
+    assert isclose(found["copies to the CPU and back"], (48 - count) * 0.06)
     assert isclose(found["dense layers, GPU memory"], model.read_params * 2 / 1e12 * 1e3, rel_tol=1e-6)
     operations = 12 * (68 + 41) + 36 * (117 + 41)
     assert isclose(found[f"{operations} eager operations"], operations * 0.01)
+
+
+def test_today_experts_beyond_memory_are_on_disk() -> None:
+    model = flagship()
+    plain = replace(model, weights=tuple(w for w in model.weights if w.kind != "n-gram table"))
+    plan = make_plan("m", plain, machine(gpu=False, ram=48 * GIB), asked())
+    assert (plan.today.tier, plan.today.why_not) == ("disk", None)
+    assert 0.2 < plan.today.ram_share < 0.9
+    assert "experts, disk" in terms(plan.today.decode)
+    assert "tier: disk" in rule_file(plan)
+    assert "tier: disk" not in rule_file(make_plan("m", plain, machine(gpu=False, ram=128 * GIB), asked()))
+    # A format without kernels on the GPU stays on the CPU.
+    other = make_plan("m", plain, machine(ram=128 * GIB), asked("mxfp4", vram=24 * GIB))
+    assert other.today.gpu_layers == ()
 
 
 def test_cpu_alone() -> None:
@@ -302,10 +328,10 @@ def test_what_is_not_built_is_told() -> None:
     told = " ".join(plan.waits)
     for word in ("cache", "PCIe", "graph", "hand-off", "8 bits", "drafts", "n-gram table"):
         assert word in told
-    assert plan.not_today is not None
-    assert "162.3 GiB" in plan.not_today
+    assert plan.today.why_not is not None
+    assert "n-gram table 95.4 GiB" in plan.today.why_not
     alone = make_plan("m", small(), machine(gpu=False), asked())
-    assert (alone.waits, alone.not_today) == ((), None)
+    assert (alone.waits, alone.today.why_not) == ((), None)
 
 
 def test_alternatives_are_other_plans() -> None:
@@ -336,8 +362,6 @@ def test_json_has_the_same_fields_always() -> None:
         "experts",
         "decode",
         "today",
-        "loads_today",
-        "not_today",
         "prefill",
         "prefill_ways",
         "alternatives",

@@ -1,0 +1,113 @@
+"""``--auto``: the plan of this machine, written as a rule file that a person can read and change."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero.config import settings
+from hetero.core import InputError, MachineError
+from hetero.formats import Format, parse_format
+from hetero.hw import memory
+from hetero.plan import families
+from hetero.plan.hardware import Figure, Hardware, Pcie
+from hetero.plan.inventory import Inventory, from_modules
+from hetero.plan.machine import gpu_named, this_machine
+from hetero.plan.planner import Plan, family_format, make_plan
+from hetero.plan.rulefile import rule_file
+from hetero.plan.sizes import gib
+from hetero.plan.tiers import Request
+
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """What was decided for a run."""
+
+    rules: Path
+    dtype: str
+    note: str
+
+
+def plan_run(
+    folder: Path,
+    name: str,
+    *,
+    context: int | None = None,
+    concurrency: int = 1,
+    device: tuple[str, int] | None,
+) -> Auto:
+    """Plan a checkpoint for this machine as it is now, and write the rules into the cache folder.
+
+    ``device``: name and free bytes of the GPU, None for none. Raises MachineError, with needed and available
+    bytes, where nothing fits that can be run today.
+    """
+    inventory = inventory_of(folder)
+    hardware = _here(device)
+    wanted = DEFAULT_CONTEXT if context is None else context
+    request = Request(
+        expert_format=_format(inventory, device is not None),
+        vram=device[1] if device else 0,
+        ram=memory.available().bytes,
+        context=min(wanted, inventory.context or wanted),
+        concurrency=concurrency,
+    )
+    plan = make_plan(name, inventory, hardware, request, any_format=True, alternatives=False)
+    if plan.today.why_not is not None:
+        raise MachineError(f"--auto: {plan.today.why_not}; hetero plan tells what would help")
+    path = settings().cache / "plans" / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}.yaml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(rule_file(plan), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--auto: {path} cannot be written: {error.strerror}") from None
+    return Auto(path, plan.today.dtype, _note(plan, path))
+
+
+def inventory_of(folder: Path) -> Inventory:
+    """Of a checkpoint, by arithmetic where its type is known, else by its module tree."""
+    import torch
+
+    from hetero.model.build import build_meta, describe
+    from hetero.model.config import load_config
+
+    config = load_config(folder)
+    data = config.to_dict()
+    return families.inventory(data) or from_modules(data, describe(build_meta(config, torch.bfloat16)))
+
+
+def _here(device: tuple[str, int] | None) -> Hardware:
+    """This machine with the GPU that torch can use, or without one."""
+    found = this_machine()
+    if device is None:
+        return found.model_copy(update={"gpu": None})
+    if found.gpu is not None and found.gpu.name == device[0]:
+        return found
+    guess = "not measured; hetero doctor measures it"
+    pcie = Pcie(copy_gb_s=Figure(estimate=12.0, source=guess), read_gb_s=Figure(estimate=11.0, source=guess))
+    return found.model_copy(
+        update={
+            "gpu": gpu_named(*device),
+            "pcie": found.pcie or pcie,
+            "handoff_us": found.handoff_us or Figure(estimate=10.0, source=guess),
+        }
+    )
+
+
+def _format(inventory: Inventory, has_gpu: bool) -> Format:
+    """The family's, and never one that only checkpoints have."""
+    found = family_format(inventory.model_type, has_gpu)
+    return parse_format("int8") if found.kept_only else found
+
+
+def _note(plan: Plan, path: Path) -> str:
+    now = plan.today
+    parts = [f"experts in {plan.request.expert_format}", f"dense layers in {now.dtype}"]
+    if plan.layout.gpu is not None:
+        parts.append(f"experts of {len(now.gpu_layers)} of {len(plan.inventory.sites)} layers on the GPU")
+    if now.tier == "disk":
+        parts.append(f"{now.ram_share:.0%} of the CPU's experts in main memory, the rest on disk")
+    used = sum(item.bytes for item in plan.layout.ram.items)
+    return f"auto: {', '.join(parts)}; about {gib(used)} of main memory; rules in {path}"

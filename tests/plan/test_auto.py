@@ -1,0 +1,120 @@
+"""``--auto`` plans this machine and runs what it planned; what a plan says a run takes is what it takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from hetero import auto, cli
+from hetero.core import MachineError
+from hetero.engine.generate import Engine
+from hetero.engine.load import Loaded, load_model
+from hetero.engine.request import Request
+from hetero.formats import parse_format
+from hetero.hw import memory
+from hetero.model.demo import TEST_MODEL
+from hetero.plan.kv import sequence_bytes
+from hetero.plan.tiers import all_expert_bytes, dense_bytes
+from hetero.rules import load_rules
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HETERO_THREADS", "1")
+    return tmp_path / "cache"
+
+
+def call(*args: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(arg) for arg in args])
+
+
+def test_a_run_by_its_plan(own_cache: Path) -> None:
+    ran = call("run", TEST_MODEL, "--auto", "-p", "Hello", "--raw", "--max-tokens", 4, "--json", "--no-stats")
+    assert ran.exit_code == 0, ran.output
+    told = json.loads(ran.stdout)
+    file = own_cache / "plans" / "test-model.yaml"
+    assert told["rules"]["file"] == str(file)
+    assert load_rules(file).models == ("qwen3_next",)
+    assert "auto: experts in int4 g32, dense layers in float32" in ran.stderr
+    kept = call("run", TEST_MODEL, "--rules", file, "-p", "Hello", "--raw", "--max-tokens", 4, "--json")
+    assert json.loads(kept.stdout)["text"] == told["text"]
+
+
+def test_auto_has_the_last_word() -> None:
+    for more in (("--rules", "default"), ("--set", "experts=int8")):
+        refused = call("run", TEST_MODEL, "--auto", *more, "-p", "x")
+        assert refused.exit_code == 2
+        assert "--auto chooses the rules itself" in refused.output
+
+
+def planned(available: int, monkeypatch: pytest.MonkeyPatch) -> auto.Auto:
+    monkeypatch.setattr(memory, "available", lambda *_: memory.Available(available, "a test"))
+    return auto.plan_run(TEST_MODEL, "m/odd name", device=None)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    inventory = auto.inventory_of(TEST_MODEL)
+    fmt = parse_format("int4")
+    roomy = planned(8 * GIB, monkeypatch)
+    assert (roomy.dtype, roomy.rules.name) == ("float32", "m-odd-name.yaml")
+    text = roomy.rules.read_text()
+    assert "tier" not in text.partition("rules:")[2]
+    # Everything but experts, as the plan counts it, and half of the experts.
+    from hetero.plan.planner import make_plan
+    from hetero.plan.tiers import Request
+
+    machine = auto._here(None)
+    plan = make_plan(
+        "m", inventory, machine, Request(fmt, ram=8 * GIB, vram=0, context=1024, dense="float32")
+    )
+    fixed = sum(i.bytes for i in plan.layout.ram.items if i.name != "experts")
+    experts = all_expert_bytes(inventory, fmt)
+    tight = fixed + experts // 2 - (dense_bytes(inventory, "float32") - dense_bytes(inventory, "bfloat16"))
+    # A tenth stays free for the disk tier, which leaves it less than a token needs here: refused by name.
+    with pytest.raises(MachineError, match=r"--auto: .*needs .* of main memory"):
+        planned(tight, monkeypatch)
+    with pytest.raises(MachineError, match=r"is available"):
+        planned(64 << 20, monkeypatch)
+
+
+def held_bytes(loaded: Loaded) -> tuple[int, int]:
+    """Bytes of all parameters that lie in memory, and of the packed experts."""
+    seen: dict[int, int] = {}
+    for tensor in (*loaded.runnable.model.parameters(), *loaded.runnable.model.buffers()):
+        if tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values()), loaded.expert_bytes
+
+
+@pytest.mark.parametrize(("dtype", "fmt"), [("float32", "int4"), ("bfloat16", "int8 g64")])
+def test_a_plan_says_what_a_run_takes(dtype: str, fmt: str) -> None:
+    loaded = load_model(TEST_MODEL, overrides={"experts": fmt}, dtype=dtype, threads=1)
+    inventory = auto.inventory_of(TEST_MODEL)
+    dense, experts = held_bytes(loaded)
+    assert experts == all_expert_bytes(inventory, parse_format(fmt))
+    assert dense == pytest.approx(dense_bytes(inventory, dtype), rel=0.03)
+    # What a sequence keeps, by a cache of that run.
+    tokens = 50
+    with torch.no_grad():
+        cache = loaded.runnable.model(
+            input_ids=torch.randint(1, 500, (1, tokens)), use_cache=True
+        ).past_key_values
+    width = 4 if dtype == "float32" else 2
+    found = 0
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            for tensor in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(tensor, torch.Tensor) and tensor.dim():
+                    found += tensor.numel() * tensor.element_size()
+    assert found == pytest.approx(sequence_bytes(inventory.states, tokens, width), rel=0.03)
+    Engine(loaded.runnable).complete(Request((1, 2, 3), max_tokens=2))
