@@ -121,7 +121,7 @@ def decode(
         terms.append(Term("hand-off", len(inventory.sites) * hardware.handoff_us.value / 1e3))
     terms += disk_terms(inventory, hardware, layout, from_disk, rows * streams)
     if request.draft:
-        terms.append(_drafting(inventory, layout, request.draft, total_ms(terms)))
+        terms.append(_drafting(inventory, hardware, layout, request.draft))
     spec = inventory.sites[0].spec if inventory.sites else None
     rate = routing.hit_rate(layout.on_gpu, spec.num_experts, spec.top_k, streams) if spec else 1.0
     return Decode(
@@ -185,7 +185,11 @@ def disk_terms(
     return found
 
 
-def _drafting(inventory: Inventory, layout: Layout, draft: int, step_ms: float) -> Term:
-    """Drafted tokens by a layer for the purpose: each costs one layer of the step, and the head."""
+def _drafting(inventory: Inventory, hardware: Hardware, layout: Layout, draft: int) -> Term:
+    """Drafted tokens by a layer for the purpose: each reads one layer's dense weights and the head. Its own
+    experts are few, and taken to be where the dense layers are."""
+    (dense, *_) = dense_terms(inventory, hardware, layout)
     head = inventory.of(Kind.HEAD) / max(1, inventory.read_params)
-    return Term(f"{draft} drafts", draft * step_ms * (1 / max(1, inventory.layers) + head / 2))
+    each = dense.ms * (head + (1 - head) / max(1, inventory.layers))
+    launches = FUSED_LAUNCHES * hardware.gpu.launch_us.value / 1e3 if layout.gpu and hardware.gpu else 0.0
+    return Term(f"{draft} drafts", draft * (each + launches))
