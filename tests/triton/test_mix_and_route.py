@@ -1,0 +1,68 @@
+"""Hyper-connections and routers against transformers' modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4_exp
+
+from hetero.ops.gpu.mix import MixWeights, mix_streams
+from hetero.ops.gpu.route import route
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+
+def test_streams_of_two_blocks(generator: torch.Generator) -> None:
+    torch.manual_seed(int(torch.randint(2**31, (1,), generator=generator)))
+    config: Any = qwen4_exp.Qwen4ExpTextConfig(
+        hidden_size=24, hc_count=3, hc_lowrank=10, num_hidden_layers=1, layer_types=["linear_attention"]
+    )
+    blocks = []
+    for _ in range(2):
+        module: Any = qwen4_exp.Qwen4ExpTextGatedResidual(config)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                nn.init.normal_(parameter, std=0.3)
+        blocks.append(module.float().to(DEVICE))
+    hyper = torch.randn(2, 72, generator=generator).to(DEVICE)
+    out = torch.randn(2, 24, generator=generator).to(DEVICE)
+    streams = hyper.clone()
+    with torch.no_grad():
+        first, _, inject = blocks[0](hyper)
+        second, after, last = blocks[1](hyper + (out.unsqueeze(-2) * inject.unsqueeze(-1)).flatten(-2))
+        made: list[torch.Tensor] = []
+        previous: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        for module in blocks:
+            weights = MixWeights(
+                module.hc_norm.weight,
+                torch.cat([module.input_mix_weight_down.weight, module.block_inject_weight.weight]),
+                module.input_mix_weight_up.weight,
+                3,
+                config.rms_norm_eps,
+            )
+            mixed, ours = mix_streams(weights, streams, *previous)
+            previous = (out, ours)
+            made += [mixed, ours]
+    for got, wanted in zip([*made, streams], [first, inject, second, last, after], strict=True):
+        assert float((got - wanted).norm() / wanted.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["softmax", "softmax without norm", "sigmoid with bias"])
+def test_routes(kind: str, generator: torch.Generator) -> None:
+    logits = torch.randn(5, 21, generator=generator).to(DEVICE)
+    bias = torch.randn(21, generator=generator).to(DEVICE) if "bias" in kind else None
+    norm = "without" not in kind
+    scores = logits.sigmoid() if bias is not None else logits.softmax(-1)
+    wanted_ids = (scores if bias is None else scores + bias).topk(4).indices
+    wanted = scores.gather(1, wanted_ids)
+    wanted = 2.5 * (wanted / wanted.sum(-1, keepdim=True) if norm else wanted)
+    ids, weights = route(logits, 4, sigmoid=bias is not None, bias=bias, norm=norm, scale=2.5)
+    assert torch.equal(ids, wanted_ids)
+    assert torch.allclose(weights, wanted, rtol=1e-5)
