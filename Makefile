@@ -79,7 +79,7 @@ test-numa: $(DEV) $(EXT)
 
 # Readers of files from strangers, each for FUZZ_SECONDS; what is learnt and found stays in .fuzz/.
 FUZZ_SECONDS ?= 600
-FUZZ_TARGETS ?= gguf safetensors index config generation statistics
+FUZZ_TARGETS ?= gguf gguf_model safetensors index config generation statistics manifest hardware
 
 fuzz: $(DEV) $(EXT)
 	$(PIP) install -q -c constraints.txt "$$($(BIN)/python scripts/requirements.py fuzz)"

@@ -272,7 +272,11 @@ class _Fetch:
                 f"into {self._cache.folder}"
             )
         with self._bar(title) if title is not None and missing else nullcontext(None) as show:
-            _Crew(self._one, total - sum(missing.values()), total, show).work(files)
+            try:
+                _Crew(self._one, total - sum(missing.values()), total, show).work(files)
+            except KeyboardInterrupt:
+                self._say("stopped; what has come is kept, and the same command goes on from there")
+                raise
 
     def _one(self, file: RemoteFile, arrived: Callable[[int], None]) -> None:
         url = f"{endpoint()}/{self._name.repo}/resolve/{self._commit}/{quote(file.path)}"

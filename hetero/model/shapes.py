@@ -90,7 +90,9 @@ def resolve_model(
         raise InputError(f"{error}{_did_you_mean(model, near)}") from None
     if found.is_dir() and not weights:
         return ModelRef("config", name.short, found / "config.json", read_config(found / "config.json"))
-    return replace(resolve_model(str(found)), name=name.short)
+    local = resolve_model(str(found))
+    # A repository holds many GGUF files; of other models it is the name.
+    return local if local.kind == "gguf" else replace(local, name=name.short)
 
 
 def _gguf(path: Path) -> ModelRef | None:

@@ -20,7 +20,11 @@ from tests.fuzz.targets import TARGETS, run, seeds
 ROOM = 2 << 30
 
 # All that targets import, so that nothing is imported under the limit of memory.
-MODULES = ("engine.load", "model.config", "model.gguf_file", "model.shapes", "model.source", "stats")
+MODULES = (
+    *("engine.load", "model.config", "model.gguf_config", "model.gguf_file", "model.gguf_source"),
+    *("model.gguf_tokenizer", "model.shapes", "model.source", "model.sources", "model.tokenizer", "jsonfile"),
+    *("plan.hardware", "plan.sizes", "stats", "store.manifest"),
+)
 
 
 def instrument() -> None:
@@ -49,7 +53,7 @@ def main(name: str, folder: str, seconds: str) -> None:
     scratch = Path(tempfile.mkdtemp(prefix="hetero-fuzz-", dir=shared if shared.is_dir() else None))
     for number, data in enumerate(seeds(name, scratch)):
         (corpus / f"seed-{number}").write_bytes(data)
-    path = scratch / ("model.gguf" if name == "gguf" else f"input-{name}")
+    path = scratch / ("model.gguf" if name.startswith("gguf") else f"input-{name}")
     target = TARGETS[name]
     instrument()
     bound_memory()
@@ -57,7 +61,7 @@ def main(name: str, folder: str, seconds: str) -> None:
         f"-max_total_time={seconds}",
         "-timeout=10",
         "-rss_limit_mb=0",
-        "-max_len=4096",
+        "-max_len=16384",
         "-print_final_stats=1",
     ]
     atheris.Setup(

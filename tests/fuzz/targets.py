@@ -22,6 +22,38 @@ def gguf(data: bytes, path: Path) -> object:
     return scan(path)
 
 
+def gguf_model(data: bytes, path: Path) -> object:
+    """A GGUF file as a model: configuration, tokenizer, and what its tensors are."""
+    from hetero.model.config import load_config
+    from hetero.model.shapes import resolve_model
+    from hetero.model.sources import open_source
+    from hetero.model.tokenizer import load_tokenizer
+
+    path.write_bytes(data)
+    load_config(resolve_model(str(path)).config)
+    load_tokenizer(path)
+    with open_source(path) as source:
+        return source.tensors
+
+
+def manifest(data: bytes, path: Path) -> object:
+    """The manifest of a file of packed experts, which is unusable rather than an error when it is broken."""
+    from hetero.store.manifest import Manifest
+
+    try:
+        return Manifest.from_json(data)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def hardware(data: bytes, path: Path) -> object:
+    """A hardware profile for plans."""
+    from hetero.plan.hardware import load_hardware
+
+    path.write_bytes(data)
+    return load_hardware(str(path))
+
+
 def safetensors(data: bytes, path: Path) -> object:
     """The bytes as they are, and as the header of a file that has room for tensors."""
     from hetero.model.source import read_header
@@ -75,11 +107,14 @@ def statistics(data: bytes, path: Path) -> object:
 
 TARGETS: dict[str, Target] = {
     "gguf": gguf,
+    "gguf_model": gguf_model,
     "safetensors": safetensors,
     "index": index,
     "config": config,
     "generation": generation,
     "statistics": statistics,
+    "manifest": manifest,
+    "hardware": hardware,
 }
 
 
@@ -98,6 +133,12 @@ def seeds(name: str, folder: Path) -> list[bytes]:
     """Inputs to begin with, written in ``folder``: files that are right, from which a fuzzer goes astray."""
     if name == "gguf":
         return _gguf_seeds(folder)
+    if name == "gguf_model":
+        return [_gguf_model(folder / "seed-model.gguf")]
+    if name == "manifest":
+        return [_manifest()]
+    if name == "hardware":
+        return [file.read_bytes() for file in sorted(_HARDWARE.glob("*.json"))[:2]]
     texts = {
         "safetensors": [
             {"a": {"dtype": "F32", "shape": [2, 8], "data_offsets": [0, 64]}},
@@ -133,6 +174,7 @@ def seeds(name: str, folder: Path) -> list[bytes]:
     return [json.dumps(text).encode() for text in texts[name]]
 
 
+_HARDWARE = Path(__file__).parents[2] / "hetero" / "data" / "hardware"
 _SHAPE = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -143,6 +185,38 @@ _SHAPE = {
     "num_experts_per_tok": 2,
     "layer_types": ["full_attention", "sliding_attention"],
 }
+
+
+def _gguf_model(path: Path) -> bytes:
+    """A model of one layer, whose file is small enough to be changed byte by byte."""
+    from gguf import GGUFWriter
+
+    from tests.model import hf_to_gguf
+    from tests.model.tiny import tiny
+
+    small = {"vocab_size": 12, "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_experts": 2}
+    model = tiny("qwen3_moe", **small, **heads, num_hidden_layers=1)
+
+    def tokenizer(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(["<s>", "</s>", *"abcdefgh", "ab", "cd"])
+        writer.add_token_types([3, 3, *[1] * 10])
+        writer.add_token_merges(["a b", "c d"])
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(1)
+        writer.add_chat_template("{{ messages }}")
+
+    hf_to_gguf.write(model, path, "qwen3moe", more=tokenizer)
+    return path.read_bytes()
+
+
+def _manifest() -> bytes:
+    from hetero.store.manifest import Block, Manifest, SourceIdentity
+
+    block = Block("model.layers.0.mlp", 8, 32, 24, True, False, ("int8", "int8"), 4096)
+    return Manifest(SourceIdentity((("a.safetensors", 64, 5),), "abc"), (block,), 1).to_json()
 
 
 def _gguf_seeds(folder: Path) -> list[bytes]:

@@ -12,7 +12,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from hetero import cli
+from hetero.model.shapes import resolve_model
+from hetero.model.sources import open_source
 from tests.hub.small_hub import Hub, Repo
+from tests.model import hf_to_gguf
 from tests.model.tiny import tiny, tiny_tokenizer
 
 NAME = "lab/tiny-moe"
@@ -61,6 +64,24 @@ def test_run_fetches_and_runs(hub: Hub, repo: Repo, folder: Path, monkeypatch: p
     hub.requests.clear()
     assert ids(NAME) == expected
     assert not hub.requests
+
+
+def test_one_quantisation_of_gguf(hub: Hub, tmp_path: Path) -> None:
+    path = tmp_path / "tiny-moe-Q8_0.gguf"
+    hf_to_gguf.write(tiny("qwen3_moe", vocab_size=300), path, "qwen3moe")
+    files = {path.name: path.read_bytes(), "tiny-moe-Q4_0.gguf": b"GGUF" * 500, "README.md": b"x"}
+    hub.repos["lab/tiny-GGUF"] = Repo({"main": files})
+
+    plan = ("plan", "lab/tiny-GGUF:Q8_0", "--ctx", 128, "--hardware", "rtx4090-7950x", "--json")
+    assert "the GGUF file, which has one inside, is not in the cache yet" in call(*plan).stderr
+    found = resolve_model("lab/tiny-GGUF:Q8_0", weights=True)
+    assert (found.kind, found.name, found.config) == ("gguf", path.stem, resolve_model(str(path)).config)
+    with open_source(path) as ours, open_source(found.path) as theirs:
+        assert list(ours.tensors) == list(theirs.tensors)
+        name = "model.layers.0.self_attn.k_proj.weight"
+        assert torch.equal(ours.read(name), theirs.read(name))
+    assert call(*plan).exit_code == 0
+    assert not [path for _, path, _ in hub.requests if "Q4_0" in path]
 
 
 def test_rules_and_plans_read_the_configuration_alone(hub: Hub, repo: Repo) -> None:
