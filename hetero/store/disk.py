@@ -23,7 +23,7 @@ from hetero.cpu import CpuExperts, Part
 from hetero.formats import Format
 from hetero.store.packfile import PackFile
 from hetero.store.policy import CacheStats, SlotCache
-from hetero.store.reads import buffer
+from hetero.store.reads import IN_FLIGHT, buffer
 from hetero.trace import READ, clock, recorder
 
 # Steps of more tokens choose kernels by the rows of an expert, and sum in an order that all experts set.
@@ -257,15 +257,19 @@ def disk_speed(file: PackFile, seconds: float = 0.25) -> float:
     Raises MachineError where they cannot be read.
     """
     blocks = file.manifest.blocks
+    buffers = [buffer(max(block.stride for block in blocks)) for _ in range(IN_FLIGHT)]
     began, done, place = time.perf_counter(), 0, 0
-    while (spent := time.perf_counter() - began) < seconds and place < 4096:
+    while True:
         block = place % len(blocks)
-        # Far from each other, as experts of a step are; a quarter of a second at several GB/s reads no twice.
-        experts = sorted({(place * 7 + i * 13) % blocks[block].experts for i in range(8)})
-        size = blocks[block].stride
-        reads = [(e, into, file.start(block, e, into)) for e in experts for into in [buffer(size)]]
+        experts, stride = blocks[block].experts, blocks[block].stride
+        # Far from each other, as experts of a step are.
+        chosen = {(place * IN_FLIGHT + i * 13) % experts for i in range(IN_FLIGHT)}
+        views = [(expert, into[:stride]) for expert, into in zip(chosen, buffers, strict=False)]
+        reads = [(expert, into, file.start(block, expert, into)) for expert, into in views]
         for expert, into, futures in reads:
             file.finish(block, expert, into, futures)
-        done += size * len(experts)
+        done += stride * len(reads)
         place += 1
-    return done / max(spent, 1e-9)
+        spent = time.perf_counter() - began
+        if spent >= seconds or place == 4096:
+            return done / spent

@@ -13,7 +13,7 @@ from hetero.formats import Format, parse_format
 from hetero.store.packfile import PackWriter
 from hetero.store.reads import buffer
 
-WINDOW_BYTES = 256 << 20
+WINDOW_BYTES = 64 << 20
 """Packed experts of one block that wait to be written, about."""
 
 
@@ -38,7 +38,7 @@ class PackingSink:
         self._spec = spec
         self._make = make
         size = writer.manifest.blocks[block].stride
-        self._window = spec.num_experts if whole else min(spec.num_experts, max(2, WINDOW_BYTES // size))
+        self._window = spec.num_experts if whole else min(spec.num_experts, max(4, WINDOW_BYTES // size))
         self._held: CpuExperts | None = None
         self._slot_of: dict[int, int] = {}
         self._writing: list[tuple[int, Future[Any]]] = []  # slots, oldest first
@@ -88,7 +88,7 @@ class PackingSink:
             self._write(expert, slot)
 
     def _next_slot(self) -> int:
-        if not self._free and self._writing:
+        while self._writing and (not self._free or self._writing[0][1].done()):
             slot, future = self._writing.pop(0)
             self._writer.settle([future])
             assert self._held is not None
