@@ -6,6 +6,7 @@ Errors are raised as HeteroError; ``hetero.cli`` tells them.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -173,8 +174,10 @@ def _place(
     from hetero.model.shapes import resolve_model
 
     try:
-        config_data = resolve_model(model, revision=revision).config
-        modules = describe(build_meta(load_config(config_data), torch.float32))
+        found = resolve_model(model, revision=revision)
+        config_data = found.config
+        tree = build_meta(load_config(config_data), torch.float32)
+        modules = describe(tree)
     except InputError:
         mistakes.tell()
         raise
@@ -192,7 +195,23 @@ def _place(
             except InputError as error:
                 rule.replace.where.fail(str(error))
     mistakes.tell()
+    if found.kind == "folder":
+        placement = _with_formats(placement, tree, found.path)
     return model_type, placement, modules
+
+
+def _with_formats(placement: Placement, tree: Any, folder: Path) -> Placement:
+    """The placement with the formats that a quantised checkpoint decides; its headers are read."""
+    from hetero.model.keep import resolve_formats
+    from hetero.model.loader import plan_load
+    from hetero.model.quantised import is_quantised
+    from hetero.model.sources import open_source
+
+    if not is_quantised(folder):
+        return placement
+    with open_source(folder) as source:
+        placement, notes = resolve_formats(placement, plan_load(tree, source), source)
+    return replace(placement, notes=(*placement.notes, *notes))
 
 
 def _real_devices() -> tuple[str, ...]:

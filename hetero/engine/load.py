@@ -25,6 +25,7 @@ from hetero.engine.tiers import with_tier
 from hetero.model.build import build_meta, describe
 from hetero.model.config import load_config
 from hetero.model.gguf_file import locate
+from hetero.model.keep import resolve_formats
 from hetero.model.loader import load, plan_load
 from hetero.model.moe_types import WHOLE_PROMPT
 from hetero.model.shapes import resolve_model
@@ -174,6 +175,9 @@ def prepare(
     placement = with_tier(_with_isa(placement, isa), tier)
     checkpoint = open_source(folder)
     plan = plan_load(model, checkpoint)
+    placement, kept = resolve_formats(placement, plan, checkpoint)
+    notes = (*placement.notes, *kept, *getattr(checkpoint, "notes", ()))
+    placement = replace(placement, notes=notes)
     return Ready(folder, config, model, modules, placement, checkpoint, plan, dtype)
 
 

@@ -164,3 +164,15 @@ class Layout:
                 yield f"up{suffix}", value
             case "down_proj":
                 yield f"down{suffix}", value
+
+    def join(self, parameter: str, part: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """The inverse of ``parts``: one expert's parameter from what ``part`` gives for their names."""
+        suffix = "_bias" if parameter.endswith("_bias") else ""
+        match parameter.removesuffix("_bias"):
+            case "gate_up_proj" if self.is_concatenated:
+                value = torch.cat([part(f"gate{suffix}"), part(f"up{suffix}")])
+            case "gate_up_proj":
+                value = torch.stack([part(f"gate{suffix}"), part(f"up{suffix}")], 1).flatten(0, 1)
+            case name:
+                value = part(f"{name.removesuffix('_proj')}{suffix}")
+        return value.T if self.is_transposed and not suffix else value

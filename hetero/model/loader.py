@@ -5,29 +5,50 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from hetero.core import HeteroError, InputError
+from hetero.formats import Format
 from hetero.model.build import float32_names, target_dtype
 from hetero.model.convert import EXPERT_PARAMETERS, convert, convert_expert, is_expertwise
 from hetero.model.loadplan import LoadPlan, plan_load, some
 from hetero.model.names import Target
+from hetero.model.pieces import PARTS
+from hetero.model.quantised import InexactError
 from hetero.model.source import Source
+from hetero.quant.pack import Codes
 
 __all__ = ["ExpertSink", "LoadPlan", "LoadReport", "load", "plan_load"]
 
 
 class ExpertSink(Protocol):
-    """What takes a block's expert weights, each part of each expert exactly once."""
+    """What takes a block's expert weights, each part of each expert exactly once.
+
+    One that has ``format_of`` and ``put_codes`` too is given quantised values as they are, where they are in
+    its own format.
+    """
 
     def put(self, expert: int, part: str, tensor: torch.Tensor) -> None:
         """Take "gate", "up" [intermediate, hidden], "down" [hidden, intermediate], or a part's "_bias"."""
 
     def missing(self) -> list[tuple[int, str]]:
         """The (expert, part) pairs that have not arrived."""
+
+
+class CodeSink(ExpertSink, Protocol):
+    """A sink of packed experts."""
+
+    def format_of(self, part: str) -> Format | None:
+        """The format that it keeps "gate", "up" or "down" in."""
+
+    def put_codes(
+        self, expert: int, part: str, codes: torch.Tensor, scales: torch.Tensor, extra: torch.Tensor | None
+    ) -> None:
+        """Take a part in its format's codes, see ``hetero.quant.pack.pack_codes``."""
 
 
 @dataclass(slots=True)
@@ -110,7 +131,11 @@ class _Loading:
         self.experts_only = experts_only
         self.targets = [t for t in plan.names.targets if self._is_wanted(t, filled)]
         self.total = sum(checkpoint.tensors[name].nbytes for t in self.targets for name in t.tensors)
+        self.own = [name for name in plan.own if name not in filled and (name in sinks or not experts_only)]
+        self.total += sum(checkpoint.tensors[name].nbytes for name in plan.names_of(self.own))
         self.report = LoadReport(skipped=plan.names.skipped)
+        # The codes read last: gate and up may stand in one tensor.
+        self.last: tuple[tuple[str, int | None], Codes] | None = None
 
     def run(self) -> LoadReport:
         streamed: dict[str, list[Target]] = {name: [] for name in self.sinks}
@@ -128,6 +153,9 @@ class _Loading:
                     self._deliver(name, tensor)
             for experts, targets in streamed.items():
                 self._stream(experts, targets)
+            for experts in sorted(self.own):
+                self._own(experts)
+        self.report.tensors += len(self.plan.names_of(self.own))
         if not self.experts_only:
             self._tie()
             self._move_buffers()
@@ -150,13 +178,20 @@ class _Loading:
         return path if path in self.sinks and leaf in EXPERT_PARAMETERS else None
 
     def _read(self, name: str) -> torch.Tensor:
-        return self._count(self.checkpoint.read(name))
+        tensor = self.checkpoint.read(name)
+        self._count(self.checkpoint.tensors[name].nbytes)
+        return tensor
 
-    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.report.nbytes += tensor.nbytes
+    def _read_slice(self, name: str, index: int) -> torch.Tensor:
+        tensor = self.checkpoint.read_slice(name, index)
+        info = self.checkpoint.tensors[name]
+        self._count(info.nbytes // info.shape[0])
+        return tensor
+
+    def _count(self, nbytes: int) -> None:
+        self.report.nbytes += nbytes
         if self.progress is not None:
             self.progress(self.report.nbytes, self.total)
-        return tensor
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
         return self.checkpoint.tensors[name].shape
@@ -167,14 +202,69 @@ class _Loading:
         shapes = {target.name: self.plan.places[target.name].shape for target in targets}
         for expert in range(max((shape[0] for shape in shapes.values()), default=0)):
             for target in targets:
+                leaf = target.name.rpartition(".")[2]
+                if self._put_codes(experts, expert, PARTS.get(leaf, ())):
+                    continue
 
                 def read_slice(name: str, expert: int = expert) -> torch.Tensor:
-                    return self._count(self.checkpoint.read_slice(name, expert))
+                    return self._read_slice(name, expert)
 
                 shape, config = shapes[target.name], self.model.config
                 value = convert_expert(target, expert, shape, config, read=self._read, read_slice=read_slice)
-                for part, tensor in layout.parts(target.name.rpartition(".")[2], value):
+                for part, tensor in layout.parts(leaf, value):
                     sink.put(expert, part, tensor)
+
+    def _put_codes(self, experts: str, expert: int, parts: tuple[str, ...]) -> bool:
+        """Give the sink the parts of an expert as they are quantised; False where it has another format."""
+        sink: Any = self.sinks[experts]
+        sources = self.plan.parts[experts]
+        if not parts or not hasattr(sink, "put_codes") or not sources.keys() >= set(parts):
+            return False
+        if any(sources[p].format is None or sources[p].format != sink.format_of(p) for p in parts):
+            return False
+        read = []
+        for part in parts:
+            piece = sources[part].piece(expert)
+            key = (piece.name, piece.index)
+            if self.last is None or self.last[0] != key:
+                try:
+                    self.last = key, self.checkpoint.codes(*key)
+                except InexactError:
+                    if experts in self.plan.keep:
+                        raise
+                    return False
+                info = self.checkpoint.tensors[piece.name]
+                self._count(info.nbytes if piece.index is None else info.nbytes // info.shape[0])
+            read.append((part, sources[part].cut(self.last[1], piece)))
+        for part, codes in read:
+            sink.put_codes(expert, part, *codes)
+        return True
+
+    def _own(self, experts: str) -> None:
+        """A module whose parts the source has under names of its own."""
+        sources, sink = self.plan.parts[experts], self.sinks.get(experts)
+        count = self.plan.counts[experts]
+
+        def read(expert: int, part: str) -> torch.Tensor:
+            piece = sources[part].piece(expert)
+            whole = piece.index is None
+            value = self._read(piece.name) if whole else self._read_slice(piece.name, piece.index or 0)[0]
+            return value if piece.rows is None else value[piece.rows]
+
+        if sink is not None:
+            for expert in range(count):
+                for part in sources:
+                    if not self._put_codes(experts, expert, (part,)):
+                        sink.put(expert, part, read(expert, part))
+            return
+        layout = self.plan.experts[experts]
+        for name, place in self.plan.places.items():
+            path, _, leaf = name.rpartition(".")
+            if path == experts and leaf in EXPERT_PARAMETERS:
+                value = torch.empty(place.shape)
+                for expert in range(count):
+                    value[expert] = layout.join(leaf, partial(read, expert))
+                self._assign(name, value)
 
     def _deliver(self, name: str, tensor: torch.Tensor) -> None:
         experts = self._sink_of(name)

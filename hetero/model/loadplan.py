@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -19,6 +19,7 @@ from hetero.core import InputError
 from hetero.model.build import is_experts
 from hetero.model.convert import Layout, convert, convert_expert, is_expertwise, per_expert_sources
 from hetero.model.names import NameMap, Target, map_names
+from hetero.model.pieces import PARTS, Found, PartSource, of_source, trace
 from hetero.model.source import Source, unsupported_dtype
 
 
@@ -41,6 +42,26 @@ class LoadPlan:
     experts: dict[str, Layout]
     # Tied parameter -> the one that it shares, both names of the tree.
     tied: dict[str, str]
+    # Experts module -> part -> where it stands. Of modules in ``own`` all parts, and biases; of others the
+    # matrices alone.
+    parts: dict[str, dict[str, PartSource]] = field(default_factory=dict)
+    # Experts modules whose parts the source has under names of its own: no target makes their parameters.
+    own: set[str] = field(default_factory=set)
+    # Experts module -> whether its matrices are quantised in the source, and their dtypes.
+    quantised: dict[str, bool] = field(default_factory=dict)
+    dtypes: dict[str, set[str]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)  # of experts
+    # Experts modules whose values must arrive as they are.
+    keep: set[str] = field(default_factory=set)
+
+    def names_of(self, experts: Iterable[str]) -> set[str]:
+        """Names of the tensors of modules in ``own``."""
+        return {
+            part.piece(expert).name
+            for name in experts
+            for part in self.parts[name].values()
+            for expert in range(self.counts[name])
+        }
 
 
 def plan_load(model: Any, checkpoint: Source) -> LoadPlan:
@@ -48,13 +69,16 @@ def plan_load(model: Any, checkpoint: Source) -> LoadPlan:
 
     Raises InputError for whatever does not fit.
     """
-    if getattr(model.config, "quantization_config", None):
-        method = _quantisation(model.config.quantization_config)
-        raise InputError(
-            f"{checkpoint.folder}: quantised with {method}; quantised checkpoints are not supported yet"
-        )
     state = model.state_dict(keep_vars=True)
-    names = map_names(model, checkpoint.tensors)
+    modules = {name: module for name, module in model.named_modules() if is_experts(module)}
+    own = {name: parts for name in modules if (parts := _own_parts(name, modules[name], checkpoint))}
+    elsewhere = {
+        piece.name
+        for name, parts in own.items()
+        for part in parts.values()
+        for piece in map(part.piece, range(modules[name].down_proj.shape[0]))
+    }
+    names = map_names(model, [name for name in checkpoint.tensors if name not in elsewhere])
     if names.unconsumed:
         raise InputError(
             f"{checkpoint.folder}: {len(names.unconsumed)} tensors belong to no parameter of "
@@ -67,14 +91,87 @@ def plan_load(model: Any, checkpoint: Source) -> LoadPlan:
     for name in state:
         path, _, leaf = name.rpartition(".")
         plan.places[name] = Place(model.get_submodule(path), leaf, state[name].shape)
-    for name, module in model.named_modules():
-        if is_experts(module):
-            plan.experts[name] = Layout.of(module)
+    for name, module in modules.items():
+        plan.experts[name] = Layout.of(module)
+        plan.counts[name] = module.down_proj.shape[0]
+    plan.own |= own.keys()
     _check_present(model, plan, checkpoint)
     for target in names.targets:
         _check_dtypes(target, state, checkpoint)
         _check_shapes(target, plan, model, checkpoint)
+    for name, module in modules.items():
+        if name in own:
+            _check_own(name, own[name], module, checkpoint)
+        plan.parts[name] = own.get(name) or {}
+    _find_parts(plan, model, checkpoint)
     return plan
+
+
+def _own_parts(name: str, experts: Any, source: Source) -> dict[str, PartSource]:
+    """The parts of a module that the source knows under names of its own, none where it does not."""
+    parts = part_shapes(experts)
+    return of_source(source, name, parts) if source.pieces(name, 0, "down") is not None else {}
+
+
+def part_shapes(experts: Any) -> dict[str, tuple[int, ...]]:
+    """Each part of one expert of a module of transformers' experts interface -> its shape."""
+    shape = experts.down_proj.shape
+    hidden, intermediate = (shape[2], shape[1]) if experts.is_transposed else (shape[1], shape[2])
+    shapes: dict[str, tuple[int, ...]] = {"gate": (intermediate, hidden)} if experts.has_gate else {}
+    shapes |= {"up": (intermediate, hidden), "down": (hidden, intermediate)}
+    if experts.has_bias:
+        shapes |= {f"{part}_bias": shape[:1] for part, shape in shapes.items()}
+    return shapes
+
+
+def _check_own(name: str, parts: dict[str, PartSource], experts: Any, source: Source) -> None:
+    """Shapes and dtypes of parts that no conversion makes."""
+    for part, shape in part_shapes(experts).items():
+        for expert in range(experts.down_proj.shape[0]):
+            piece = parts[part].piece(expert)
+            info = source.tensors.get(piece.name)
+            if info is None:
+                raise InputError(f"{source.folder}: {name} lacks {part}: there is no tensor {piece.name}")
+            if not info.is_weight and info.format is None:
+                raise InputError(unsupported_dtype(piece.name, info))
+            found = info.shape if piece.index is None else info.shape[1:]
+            if piece.rows is not None and found:
+                found = (len(range(*piece.rows.indices(found[0]))), *found[1:])
+            beyond = piece.index is not None and not 0 <= piece.index < (info.shape or (0,))[0]
+            if beyond or found != shape:
+                raise InputError(
+                    f"{info.file}: tensor {piece.name} of shape {list(info.shape)} does not fit {part} of "
+                    f"expert {expert} of {name}: expected {list(shape)} for each of "
+                    f"{experts.down_proj.shape[0]} experts"
+                )
+
+
+def _find_parts(plan: LoadPlan, model: Any, source: Source) -> None:
+    """Where the experts' matrices stand that transformers' conversions make, and what is quantised."""
+    known: dict[Any, Found] = {}
+    for target in plan.names.targets:
+        experts, _, leaf = target.name.rpartition(".")
+        if experts in plan.experts and leaf in PARTS:
+            plan.parts[experts] |= trace(
+                target,
+                plan.experts[experts],
+                plan.places[target.name].shape,
+                config=model.config,
+                source=source,
+                known=known,
+            )
+            infos = [source.tensors[name] for name in target.tensors]
+            plan.dtypes.setdefault(experts, set()).update(info.dtype for info in infos)
+            quantised = any(info.format is not None or info.inexact for info in infos)
+            plan.quantised[experts] = plan.quantised.get(experts, False) or quantised
+    for name in plan.own:
+        pieces = [part.piece(0) for leaf, part in plan.parts[name].items() if not leaf.endswith("_bias")]
+        infos = [source.tensors[piece.name] for piece in pieces]
+        plan.dtypes[name] = {info.dtype for info in infos}
+        plan.quantised[name] = any(info.format is not None or info.inexact for info in infos)
+    for name in plan.experts:
+        plan.quantised.setdefault(name, False)
+        plan.dtypes.setdefault(name, set())
 
 
 def _check_present(model: Any, plan: LoadPlan, checkpoint: Source) -> None:
@@ -83,7 +180,7 @@ def _check_present(model: Any, plan: LoadPlan, checkpoint: Source) -> None:
     computed = {name for name, buffer in model.named_buffers() if buffer.device.type != "meta"}
     absent = []
     for name in plan.places:
-        if name in present or name in computed:
+        if name in present or name in computed or name.rpartition(".")[0] in plan.own:
             continue
         partners = {plan.tied.get(name), *(tied for tied, source in plan.tied.items() if source == name)}
         shared = plan.tied.get(name)
@@ -207,9 +304,3 @@ def some(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
-
-
-def _quantisation(config: Any) -> str:
-    if isinstance(config, dict):
-        return str(config.get("quant_method", "an unknown method"))
-    return str(getattr(config, "quant_method", "an unknown method"))

@@ -220,7 +220,7 @@ def unsupported_dtype(name: str, info: TensorInfo) -> str:
     """The message for a tensor that weights cannot be loaded from."""
     return (
         f"{info.file}: tensor {name} has dtype {info.dtype}; weights may be {', '.join(WEIGHT_DTYPES)}. "
-        "Quantised checkpoints are not supported yet"
+        "A quantised checkpoint has a 'quantization_config' in its config.json"
     )
 
 

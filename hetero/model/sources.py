@@ -6,13 +6,14 @@ from pathlib import Path
 
 from hetero.model.gguf_file import locate
 from hetero.model.gguf_source import GgufSource
+from hetero.model.quantised import open_quantised
 from hetero.model.source import Checkpoint, Source
 
 
 def open_source(path: str | Path) -> Source:
-    """The tensors of a model folder, or of a GGUF file (the first of a split one).
+    """The tensors of a model folder, quantised or not, or of a GGUF file (the first of a split one).
 
     Raises InputError for what cannot be read.
     """
     gguf = locate(path)
-    return Checkpoint(path) if gguf is None else GgufSource(gguf)
+    return open_quantised(Checkpoint(path)) if gguf is None else GgufSource(gguf)

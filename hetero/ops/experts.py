@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from hetero.core import ExpertSpec
-from hetero.formats import parse_format
+from hetero.formats import Format, parse_format
 from hetero.model.moe_types import gate_function
 from hetero.ops.reference import TorchExperts
 from hetero.ops.watch import Away, ExpertUse, timed, worked
+from hetero.rules.options import expected_format
 from hetero.trace import Reading, clock, recorder
 
 
@@ -36,6 +37,9 @@ def make_backend(spec: ExpertSpec, options: Mapping[str, Any], name: str = "", l
 
     ``name``: of the experts module, by which ``options["slots"]`` says how many experts RAM holds where the
     rest stays on disk. ``layer``: for the trace.
+
+    A format that the checkpoint decides ("auto", "keep") is taken as if it were not quantised, unless
+    ``hetero.model.keep`` has found the one that the module has.
     """
     backend = options.get("backend", "native")
     if backend == "torch":
@@ -45,7 +49,7 @@ def make_backend(spec: ExpertSpec, options: Mapping[str, Any], name: str = "", l
 
         return KtExperts(
             spec,
-            parse_format(options.get("format", "int8")),
+            _format(options.get("format", "int8")),
             isa=options.get("isa", "auto"),
             threads=options.get("threads"),
         )
@@ -54,7 +58,9 @@ def make_backend(spec: ExpertSpec, options: Mapping[str, Any], name: str = "", l
         "threads": options.get("threads"),
         "numa": options.get("numa", "off"),
     }
-    fmt = parse_format(options.get("format", "f32"))
+    fmt = _format(options.get("format", "f32"))
+    if "down_format" in options:
+        native["down_format"] = _format(options["down_format"])
     slots = options.get("slots", {}).get(name)
     if slots is not None:
         from hetero.store.disk import DiskExperts
@@ -63,6 +69,11 @@ def make_backend(spec: ExpertSpec, options: Mapping[str, Any], name: str = "", l
     from hetero.cpu import CpuExperts  # only here, so that the torch backend needs no extension
 
     return CpuExperts(spec, fmt, **native)
+
+
+def _format(text: str) -> Format:
+    known = text.partition(" ")[0].lower()
+    return expected_format(text) if known in ("auto", "keep") else parse_format(text)
 
 
 class Pending:
@@ -147,6 +158,21 @@ class CpuExpertsOp(nn.Module):
 
     def missing(self) -> list[tuple[int, str]]:
         return list(self.backend.missing())
+
+    # Part of the loader's CodeSink.
+    def format_of(self, part: str) -> Format | None:
+        """The packed format of a matrix; None where the backend takes floats alone."""
+        backend: Any = self.backend
+        if not hasattr(backend, "put_codes"):
+            return None
+        fmt: Format = backend.format_of(part)
+        return fmt
+
+    def put_codes(
+        self, expert: int, part: str, codes: torch.Tensor, scales: torch.Tensor, extra: torch.Tensor | None
+    ) -> None:
+        backend: Any = self.backend
+        backend.put_codes(expert, part, codes, scales, extra)
 
     def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pending:
         """Start on x [T, hidden] with ids and weights [T, k]. x must not change before ``collect``."""

@@ -9,14 +9,19 @@ import torch
 from torch import nn
 
 from hetero.core import ExpertSpec, InputError
-from hetero.formats import parse_format
 from hetero.model.build import is_experts
 from hetero.model.moe_types import expert_spec
 from hetero.ops.experts import CpuExpertsOp, Pending, make_backend
 from hetero.ops.recipes import RECIPES, Recipe
 from hetero.ops.watch import layer_of
 from hetero.registry import register_op
-from hetero.rules.options import DEFAULT_FORMAT
+from hetero.rules.options import DEFAULT_FORMAT, expected_format
+
+
+def _options_of(experts: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of one experts module, whose formats may have come from the checkpoint."""
+    formats = options.get("formats", {}).get(experts)
+    return options if formats is None else {**options, "format": formats[0], "down_format": formats[1]}
 
 
 @register_op("moe")
@@ -74,7 +79,7 @@ class MoeBlock(nn.Module):
             experts = module.get_submodule(path)
             spec = expert_spec(experts, config)
             full = f"{name}.{path}" if path else name
-            setattr(block, leaf, _experts(spec, experts_options, experts, overlap, full))
+            setattr(block, leaf, _experts(spec, _options_of(full, experts_options), experts, overlap, full))
             recipe = RECIPES.get(type(block).__name__)
             if recipe is None or leaf != "experts":
                 continue
@@ -149,4 +154,4 @@ def _experts(
         raise InputError(
             f"experts on {device} need the package {error.name}: pip install {error.name}"
         ) from None
-    return GpuExpertsOp(spec, parse_format(options.get("format", DEFAULT_FORMAT)), device, layer=layer)
+    return GpuExpertsOp(spec, expected_format(options.get("format", DEFAULT_FORMAT)), device, layer=layer)

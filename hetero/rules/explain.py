@@ -9,6 +9,7 @@ from typing import Any
 
 from hetero.core import ExpertSpec, ModuleInfo
 from hetero.formats import expert_bytes, parse_format
+from hetero.rules.options import expected_format
 from hetero.rules.placement import Assignment, Placement
 
 _RUNS = 3  # runs of numbers that a folded name spells out
@@ -51,10 +52,15 @@ class Group:
     bytes: int  # of all
 
 
-def bytes_of_experts(spec: ExpertSpec, fmt: str) -> int:
-    """Bytes of all packed experts of one block."""
+def bytes_of_experts(spec: ExpertSpec, fmt: str, down_format: str | None = None) -> int:
+    """Bytes of all packed experts of one block. ``down_format``: of the down projection, if another."""
     one = expert_bytes(
-        parse_format(fmt), spec.hidden, spec.intermediate, has_gate=spec.has_gate, has_bias=spec.has_bias
+        parse_format(fmt),
+        spec.hidden,
+        spec.intermediate,
+        has_gate=spec.has_gate,
+        has_bias=spec.has_bias,
+        down_format=None if down_format is None else parse_format(down_format),
     )
     return spec.num_experts * one
 
@@ -116,8 +122,11 @@ def _line(
     fmt, size = (dtype, module.own_params * DENSE_BYTES[dtype]) if module.own_params else ("", 0)
     acting = owner or assignment
     if module.experts is not None and acting.op == "moe":
-        fmt = str(parse_format(acting.options["experts"]["format"]))
-        size = bytes_of_experts(module.experts, fmt)
+        experts = acting.options["experts"]
+        expected = str(expected_format(experts["format"]))
+        first, down = experts.get("formats", {}).get(module.name, (expected, expected))
+        fmt = first if first == down else f"{first} + {down}"
+        size = bytes_of_experts(module.experts, first, down)
     elif acting.op == "linear" and size:
         linear = parse_format(acting.options["format"])
         # Without the padding of blocks, which the number of weights does not tell.

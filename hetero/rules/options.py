@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero.config import MAX_THREADS
 from hetero.core import InputError
-from hetero.formats import GPU_FORMATS, parse_format, parse_target
+from hetero.formats import GPU_FORMATS, Format, parse_format, parse_target
 from hetero.hw.memory import parse_bytes
 from hetero.hw.placement import NUMA_WORDS, parse_numa
 from hetero.rules.devices import check_device
@@ -27,6 +27,14 @@ OptionParser = Callable[[Replace, Sequence[str]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
+class FormatChoice:
+    """A rule's ``format``: the checkpoint's own values, a format, or the one where the other cannot be."""
+
+    keeps: bool
+    fallback: Format | None  # None: ``keep``, the checkpoint's own values or an error
+
+
+@dataclass(frozen=True, slots=True)
 class OpSchema:
     """One operator as the rules know it."""
 
@@ -35,6 +43,24 @@ class OpSchema:
     owns_subtree: bool = True
     # Whether it can only take the place of a MoE block.
     needs_moe_block: bool = False
+
+
+def parse_choice(text: str) -> FormatChoice:
+    """``"keep"``, ``"auto"`` (int8 where nothing is quantised), ``"auto int4 g64"`` or a format.
+
+    Raises InputError on anything else.
+    """
+    word, _, rest = text.strip().partition(" ")
+    if word.lower() == "keep" and not rest:
+        return FormatChoice(keeps=True, fallback=None)
+    if word.lower() == "auto":
+        return FormatChoice(keeps=True, fallback=parse_target(rest or DEFAULT_FORMAT))
+    return FormatChoice(keeps=False, fallback=parse_target(text))
+
+
+def expected_format(text: str) -> Format:
+    """The format of a rule's word where no checkpoint is known: as if it were not quantised."""
+    return parse_choice(text).fallback or parse_format("bf16")
 
 
 def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
@@ -153,9 +179,11 @@ def _gpu_format(value: Value | None, device: str, what: str) -> None:
     if value is None:
         return
     try:
-        parsed = parse_format(value.string("'format'"))
+        parsed = parse_choice(value.string("'format'")).fallback
     except InputError as error:
         value.where.fail(f"{what}: {error}")
+    if parsed is None:
+        value.where.fail(f"{what} on '{device}' cannot keep a checkpoint's values; write a format")
     if parsed.name not in GPU_FORMATS:
         valid = listed(GPU_FORMATS)
         value.where.fail(f"{what} on '{device}': no kernels for {parsed}; it is one of {valid}")
@@ -168,12 +196,16 @@ def _is_kt(backend: Value | None) -> bool:
 def _format(value: Value | None, backend_value: Value | None) -> str:
     backend = BACKENDS[0] if backend_value is None else backend_value.data
     if value is None:
+        if backend == BACKENDS[0]:
+            return f"auto {DEFAULT_FORMAT}"
         return "f32" if backend == "torch" else DEFAULT_FORMAT
     text = value.string("'format'")
     try:
-        parsed = parse_target(text)
+        parsed = parse_choice(text).fallback
     except InputError as error:
         value.where.fail(f"experts: {error}")
+    if backend != BACKENDS[0] and parsed is None:
+        value.where.fail(f"experts: backend '{backend}' cannot keep a checkpoint's values; write a format")
     if backend == "torch" and str(parsed) != "f32":
         value.where.fail(f"experts: backend 'torch' computes in float32: write 'format: f32', not '{text}'")
     if backend == "kt_kernel" and str(parsed) not in _KT_FORMATS:

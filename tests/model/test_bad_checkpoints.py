@@ -18,6 +18,7 @@ from hetero.core import InputError
 from hetero.model.build import build_meta, load_config
 from hetero.model.loader import load, plan_load
 from hetero.model.source import INDEX, Checkpoint
+from hetero.model.sources import open_source
 from tests.model.checkpoints import edit_config, edit_tensors, load_into, write
 
 Tensors = dict[str, torch.Tensor]
@@ -59,7 +60,7 @@ def refused(action: Callable[[], Any], *words: str) -> str:
 
 
 def plan(folder: Path, monkeypatch: pytest.MonkeyPatch | None = None) -> Any:
-    return plan_load(build_meta(load_config(folder)), Checkpoint(folder))
+    return plan_load(build_meta(load_config(folder)), open_source(folder))
 
 
 # Configurations
@@ -364,7 +365,7 @@ def test_dtypes_that_are_no_weights(dtype: torch.dtype, copy: Any) -> None:
         shutil.copy(folder / "model.safetensors", folder / "sound")
         edit_tensors(folder, lambda t, name=name: t.update({name: t[name].to(dtype)}))
         spelled = {torch.float8_e4m3fn: "F8_E4M3", torch.float64: "F64", torch.int8: "I8"}[dtype]
-        refused(lambda: plan(folder), name, f"dtype {spelled}", "F32, F16, BF16", "not supported yet")
+        refused(lambda: plan(folder), name, spelled, "quantization_config")
         shutil.move(folder / "sound", folder / "model.safetensors")
     plan(folder)
 
@@ -372,7 +373,9 @@ def test_dtypes_that_are_no_weights(dtype: torch.dtype, copy: Any) -> None:
 def test_a_quantised_checkpoint(copy: Any) -> None:
     folder = copy("qwen3_moe")
     edit_config(folder, lambda c: c.update(quantization_config={"quant_method": "fp8"}))
-    refused(lambda: plan(folder), "quantised with fp8", "not supported yet")
+    refused(lambda: plan(folder), "quantised with fp8", "none of its tensors is", "disagree")
+    edit_config(folder, lambda c: c.update(quantization_config={"quant_method": "aqlm"}))
+    refused(lambda: plan(folder), "quantised with aqlm", "hetero reads fp8, compressed-tensors")
     folder = copy("qwen3_5_moe_text")
     config = json.loads((folder / "config.json").read_text())
     composite = {
@@ -381,7 +384,7 @@ def test_a_quantised_checkpoint(copy: Any) -> None:
         "quantization_config": {"quant_method": "fp8"},
     }
     (folder / "config.json").write_text(json.dumps(composite))
-    refused(lambda: plan(folder), "quantised with fp8", "not supported yet")
+    refused(lambda: plan(folder), "quantised with fp8", "none of its tensors is", "disagree")
 
 
 def test_tensors_of_a_sound_checkpoint_raise_nothing(copy: Any) -> None:

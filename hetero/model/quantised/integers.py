@@ -1,0 +1,100 @@
+"""Matrices of integers with a scale per group of columns: (code - zero) * scale."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hetero.core import InputError
+from hetero.formats import GROUPS, Format
+from hetero.model.quantised.base import REQUANTISE, InexactError, Matrix, exact_half
+from hetero.model.source import Checkpoint
+from hetero.quant.pack import Codes
+
+
+@dataclass(slots=True)
+class Integers:
+    """A matrix as it is stored: value[i, j] = (codes[i, j] - zeros[i, g]) * scales[i, g] with g = order[j],
+    or j // group without an order."""
+
+    codes: Tensor  # uint8 [n, k]
+    scales: Tensor  # float [n, groups]
+    zeros: Tensor | None  # uint8 [n, groups]; None: half of the range
+    order: Tensor | None = None  # int64 [k]
+
+
+class IntegerMatrix(Matrix):
+    """What the integer schemes share. ``group``: columns of a scale, k for one scale a row."""
+
+    def __init__(
+        self,
+        raw: Checkpoint,
+        name: str,
+        stored: Sequence[str],
+        shape: tuple[int, int],
+        *,
+        bits: int,
+        group: int,
+        symmetric: bool,
+        count: int | None = None,
+    ) -> None:
+        super().__init__(raw, name, stored, shape, count)
+        self.bits, self.group, self.symmetric = bits, group, symmetric
+        fits = [g for g in reversed(GROUPS) if group == self.k or group % g == 0]
+        if fits:
+            self.format = Format(f"int{bits}" if symmetric else f"int{bits}z", fits[0])
+        else:
+            self.inexact = f"groups of {group} columns are none of a packed format"
+
+    @property
+    def middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+    @abstractmethod
+    def integers(self, index: int | None) -> Integers:
+        """Read and unpack the matrix."""
+
+    def unordered(self) -> None:
+        """Say that columns of a group are not neighbours, so that no packed format keeps the matrix."""
+        self.format = None
+        self.inexact = "activation order (act-order) scatters its groups over the columns"
+
+    def floats(self, index: int | None) -> Tensor:
+        read = self.integers(index)
+        scales = read.scales.float()
+        zeros = torch.full_like(scales, self.middle) if read.zeros is None else read.zeros.float()
+        if read.order is not None:
+            return (read.codes.float() - zeros[:, read.order]) * scales[:, read.order]
+        values = read.codes.float().view(self.n, -1, self.group)
+        return values.sub_(zeros[..., None]).mul_(scales[..., None]).view(self.n, self.k)
+
+    def codes(self, index: int | None) -> Codes:
+        read = self.integers(index)
+        assert self.format is not None
+        if read.order is not None and not torch.equal(read.order, torch.arange(self.k) // self.group):
+            raise InexactError(
+                f"{self.file}: tensor {self.name}: activation order (act-order) scatters its groups over the "
+                f"columns; {REQUANTISE}"
+            )
+        zeros = read.zeros
+        if self.symmetric and zeros is not None:
+            if bool((zeros != self.middle).any()):
+                raise InputError(
+                    f"{self.file}: tensor {self.name}: has a zero point other than {self.middle}, though the "
+                    "configuration says symmetric: config and tensors disagree"
+                )
+            zeros = None
+        scales = self._spread(exact_half(self, read.scales))
+        return Codes(read.codes, scales, None if zeros is None else self._spread(zeros))
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """One of each group of the checkpoint -> one of each group of the format, [n, ceil(k / g)]."""
+        assert self.format is not None
+        groups = -(-self.k // self.format.group)
+        if values.shape[1] == 1:
+            return values.expand(self.n, groups).contiguous()
+        return values.repeat_interleave(self.group // self.format.group, 1)[:, :groups].contiguous()
