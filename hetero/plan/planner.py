@@ -25,6 +25,7 @@ from hetero.plan.tiers import (
 from hetero.plan.today import Today, plan_today
 from hetero.rules.defaults import default_rules_for
 from hetero.rules.load import load_rules
+from hetero.rules.options import expected_format
 
 DENSE_WORDS = ("auto", *DENSE_WIDTH, "int8")
 SHORT_PROMPT = 512
@@ -99,7 +100,7 @@ def check_request(request: Request, inventory: Inventory) -> None:
 def family_format(model_type: str, has_gpu: bool) -> Format:
     """The format that the rule file of a model's family gives the experts."""
     variables = load_rules(default_rules_for(model_type, has_gpu)).variables
-    return parse_format(str(variables.get("experts", "int4")))
+    return expected_format(str(variables.get("experts", "int4")))
 
 
 def make_plan(

@@ -87,10 +87,10 @@ def test_bytes_are_those_that_rules_explain(name: str) -> None:
     explained = totals(explain(placed, modules, "bfloat16"))
     found = known(config)
     fmt = placed.ruleset.variables["experts"]
-    from hetero.formats import parse_format
+    from hetero.rules.options import expected_format
 
     assert explained["cuda:0"] == dense_bytes(found, "bfloat16")
-    assert explained["cpu"] == all_expert_bytes(found, parse_format(str(fmt))) + 2 * found.of(Kind.TABLE)
+    assert explained["cpu"] == all_expert_bytes(found, expected_format(str(fmt))) + 2 * found.of(Kind.TABLE)
 
 
 def test_known_figures() -> None:
