@@ -24,7 +24,7 @@ namespace hetero {
 namespace {
 
 // Looking for a flag: so long with pauses, then giving the core to others, then in naps.
-constexpr int64_t kPauseNs = 50'000;
+constexpr int64_t kPauseNs = 10'000;
 constexpr int64_t kYieldNs = 5'000'000;
 constexpr int64_t kNapNs = 50'000;
 

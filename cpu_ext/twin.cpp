@@ -87,7 +87,7 @@ void Twin::play() {
       case Kind::kWait: {
         const int64_t start = now_ns();
         while (flag->load(std::memory_order_acquire) != static_cast<uint32_t>(op.n) && !abort_.load()) {
-          if (now_ns() - start > 50'000) {
+          if (now_ns() - start > 10'000) {
             sched_yield();
           } else {
             __builtin_ia32_pause();
