@@ -26,4 +26,7 @@ using GgmlTable =
 GgmlSource ggml_source(int32_t type, const GgmlBytes& data, int64_t n, int64_t k,
                        const GgmlTable<uint64_t>& grid, const GgmlTable<float>& numbers);
 
+// How experts stay in blocks of a type, with its tables; of type -1: they do not. Throws as ggml_source.
+GgmlStore ggml_store(int32_t type, const GgmlTable<uint64_t>& grid, const GgmlTable<float>& numbers);
+
 }  // namespace hetero

@@ -91,7 +91,25 @@ std::vector<Described> types() {
   return all;
 }
 
+void check_tables(const GgmlType& type, const GgmlTable<uint64_t>& grid, const GgmlTable<float>& numbers) {
+  const size_t rows = grid ? grid->size() : 0, entries = numbers ? numbers->size() : 0;
+  if (rows != static_cast<size_t>(type.grid_rows) || entries != (type.numbers ? 16u : 0u))
+    throw std::invalid_argument(std::string("tables of another size than ") + type.name + " has");
+}
+
 }  // namespace
+
+GgmlStore ggml_store(int32_t type, const GgmlTable<uint64_t>& grid, const GgmlTable<float>& numbers) {
+  GgmlStore store;
+  if (type == -1) return store;
+  store.type = ggml_type(type);
+  if (store.type == nullptr || store.type->group == 0)
+    throw std::invalid_argument("no such ggml type of blocks: " + std::to_string(type));
+  check_tables(*store.type, grid, numbers);
+  if (grid) store.grid.assign(grid->data(), grid->data() + grid->size());
+  if (numbers) store.numbers.assign(numbers->data(), numbers->data() + numbers->size());
+  return store;
+}
 
 GgmlSource ggml_source(int32_t type, const GgmlBytes& data, int64_t n, int64_t k,
                        const GgmlTable<uint64_t>& grid, const GgmlTable<float>& numbers) {
@@ -105,9 +123,7 @@ GgmlSource ggml_source(int32_t type, const GgmlBytes& data, int64_t n, int64_t k
   if (data.size() % row != 0 || data.size() / row != static_cast<uint64_t>(n))
     throw std::invalid_argument(std::to_string(data.size()) + " bytes are not " + std::to_string(n) +
                                 " rows of " + std::to_string(row));
-  const size_t rows = grid ? grid->size() : 0, entries = numbers ? numbers->size() : 0;
-  if (rows != static_cast<size_t>(t->grid_rows) || entries != (t->numbers ? 16u : 0u))
-    throw std::invalid_argument(std::string("tables of another size than ") + t->name + " has");
+  check_tables(*t, grid, numbers);
   return {t, {grid ? grid->data() : nullptr, numbers ? numbers->data() : nullptr}, data.data()};
 }
 

@@ -3,6 +3,8 @@
 
 #include <stdint.h>
 
+#include <vector>
+
 #include "pack.h"
 
 namespace hetero {
@@ -51,5 +53,23 @@ inline int64_t ggml_row_bytes(const GgmlType& type, int64_t k) { return k / type
 
 // Packs block `block` of a matrix without changing a value; false as ggml_codes.
 bool pack_ggml_block(const Layout& layout, int64_t block, const GgmlSource& source, uint8_t* out);
+
+// How a matrix is kept in the blocks of its file instead: 16 rows at a time, those that do not exist zero,
+// and packed when a step uses them. Takes the file's bytes of memory, and the time of packing in every step.
+struct GgmlStore {
+  const GgmlType* type = nullptr;  // nullptr: packed
+  std::vector<uint64_t> grid;
+  std::vector<float> numbers;
+
+  GgmlTables tables() const { return {grid.data(), numbers.data()}; }
+  // The layout whose blocks are these 16 rows; false where rows of the matrix are no whole blocks of the
+  // type.
+  bool make_layout(const Layout& packed, Layout* layout) const;
+};
+
+// Takes block `block` of a matrix; false as ggml_codes.
+bool store_ggml_block(const Layout& layout, int64_t block, const GgmlSource& source, uint8_t* out);
+// Packs one such block, in memory of the calling thread that is overwritten by its next call.
+const uint8_t* pack_stored_block(const Layout& packed, const GgmlStore& store, const uint8_t* from);
 
 }  // namespace hetero

@@ -24,10 +24,12 @@ struct Step {
   Step(const Experts& experts, Context& context, Mode step_mode)
       : op(experts),
         store(experts.weights_),
-        up(store.up_layout()),
-        down(store.down_layout()),
-        up_side{up, experts.up_plan_, takes_codes(up.format)},
-        down_side{down, experts.down_plan_, takes_codes(down.format)},
+        up(store.up_packed()),
+        down(store.down_packed()),
+        up_side{up, store.up_stored(), store.up_layout().block_bytes, experts.up_plan_,
+                takes_codes(up.format)},
+        down_side{down, store.down_stored(), store.down_layout().block_bytes, experts.down_plan_,
+                  takes_codes(down.format)},
         ctx(context),
         ws(context.workspace),
         mode(step_mode) {}
@@ -36,6 +38,8 @@ struct Step {
   // the rows that they read.
   struct Side {
     const Layout& layout;
+    const GgmlStore& stored;    // how the blocks lie in the arenas where they are not packed, and
+    const int64_t block_bytes;  // how far apart
     const Plan& plan;
     const bool quantised;
     RowForm form = {};
@@ -134,10 +138,17 @@ struct Step {
     return {side.quantised && !all, !side.quantised && !all, some};
   }
 
-  GemmFn kernel(const Side& side, int64_t group_rows, bool first) const {
+  // Products of the rows of a group of `group_rows` with `blocks` blocks at w. `first`: the one call of the
+  // group that is counted.
+  void multiply(const Side& side, int64_t group_rows, bool first, const uint8_t* w, int64_t blocks,
+                const Rows& rows, float* to, int64_t ld, void* scratch) const {
     const Band& b = band(side, group_rows);
     if (first) b.calls->fetch_add(1, std::memory_order_relaxed);
-    return b.kernel->fn;
+    if (side.stored.type == nullptr) return b.kernel->fn(w, blocks, &side.layout, &rows, to, ld, scratch);
+    for (int64_t i = 0; i < blocks; ++i) {
+      const uint8_t* packed = pack_stored_block(side.layout, side.stored, w + i * side.block_bytes);
+      b.kernel->fn(packed, 1, &side.layout, &rows, to + i * kBlockRows, ld, scratch);
+    }
   }
 
   // -- input
@@ -337,8 +348,7 @@ struct Step {
     const int64_t ld = cols * mats;
     const Rows rows = gather(g, item, b.gather);
     const uint8_t* w = store.up_block(g.expert, item.part, store.arena_of(item.part, b.node), block0);
-    kernel(up_side, g.rows, item.row == 0 && item.unit == 0)(w, blocks * mats, &up, &rows, b.tile, ld,
-                                                             b.scratch);
+    multiply(up_side, g.rows, item.row == 0 && item.unit == 0, w, blocks * mats, rows, b.tile, ld, b.scratch);
     const float* gate_bias = store.bias(g.expert, Weights::kGateBias);
     const float* up_bias = store.bias(g.expert, Weights::kUpBias);
     for (int64_t m = 0; m < item.rows; ++m) {
@@ -417,8 +427,8 @@ struct Step {
     const int arena = store.arena_of(part, b.node);
     for (const auto& g : ws.groups) {
       const Rows rows = hs.at(g.first, g.rows);
-      kernel(down_side, g.rows, chunk == 0)(store.down_block(g.expert, part, arena, block0), blocks, &down,
-                                            &rows, b.tile + g.first * ld, ld, b.scratch);
+      multiply(down_side, g.rows, chunk == 0, store.down_block(g.expert, part, arena, block0), blocks, rows,
+               b.tile + g.first * ld, ld, b.scratch);
       if (op.config_.has_bias) {
         const float* bias = store.bias(g.expert, Weights::kDownBias) + col0;
         for (int64_t m = 0; m < g.rows; ++m) add_bias(bias, valid, b.tile + (g.first + m) * ld);
@@ -460,8 +470,7 @@ struct Step {
     float* to = whole ? y + (position - wave_begin) * ldy + col0 : b.tile;
     const int64_t ld = whole ? ldy : item.units * kBlockRows;
     const uint8_t* w = store.down_block(g.expert, item.part, store.arena_of(item.part, b.node), item.unit);
-    kernel(down_side, g.rows, item.row == 0 && item.unit == 0)(w, item.units, &down, &rows, to, ld,
-                                                               b.scratch);
+    multiply(down_side, g.rows, item.row == 0 && item.unit == 0, w, item.units, rows, to, ld, b.scratch);
     for (int64_t m = 0; m < item.rows; ++m) {
       if (op.config_.has_bias) add_bias(store.bias(g.expert, Weights::kDownBias) + col0, valid, to + m * ld);
       if (!whole) {

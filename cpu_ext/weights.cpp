@@ -12,6 +12,7 @@ namespace hetero {
 namespace {
 
 constexpr int64_t kPage = 4096;
+constexpr const char* kBlocksAlone = "experts that stay in the blocks of their file take these alone";
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -22,12 +23,23 @@ Layout checked_layout(int32_t format, int32_t group, int64_t n, int64_t k) {
   return layout;
 }
 
-Layout layout_of_up(const ExpertsConfig& c) {
+Layout packed_up(const ExpertsConfig& c) {
   return checked_layout(c.format, c.group, c.intermediate, c.hidden);
 }
-Layout layout_of_down(const ExpertsConfig& c) {
+Layout packed_down(const ExpertsConfig& c) {
   return checked_layout(c.down_format, c.down_group, c.hidden, c.intermediate);
 }
+
+// As it lies in the arenas.
+Layout stored_layout(const Layout& packed, const GgmlStore& stored) {
+  if (stored.type == nullptr) return packed;
+  Layout layout;
+  if (stored.type->group != packed.group || !stored.make_layout(packed, &layout))
+    throw std::invalid_argument("rows are no whole blocks of the ggml type, or its format is another");
+  return layout;
+}
+Layout layout_of_up(const ExpertsConfig& c) { return stored_layout(packed_up(c), c.stored); }
+Layout layout_of_down(const ExpertsConfig& c) { return stored_layout(packed_down(c), c.down_stored); }
 
 int64_t bias_bytes(const ExpertsConfig& c, int mats) {
   return c.has_bias ? (c.intermediate * mats + c.hidden) * static_cast<int64_t>(sizeof(float)) : 0;
@@ -47,6 +59,8 @@ void add_shares(int64_t total, int parts, int first, std::vector<int64_t>* begin
 
 Weights::Weights(const ExpertsConfig& config, const Placement& placement)
     : config_(config),
+      up_packed_(packed_up(config)),
+      down_packed_(packed_down(config)),
       up_(layout_of_up(config)),
       down_(layout_of_down(config)),
       mats_(config.act.has_gate ? 2 : 1),
@@ -133,6 +147,7 @@ void Weights::put(Pool& pool, int64_t expert, Part part, const void* data, DType
     return;
   }
   const Layout& layout = part == kDown ? down_ : up_;
+  if (stored(part).type != nullptr) throw std::invalid_argument(kBlocksAlone);
   const Source source = {data, static_cast<int32_t>(type), row_stride, col_stride};
   std::atomic<int32_t> status{kPackOk};
   auto note = [&](PackStatus block) {
@@ -157,6 +172,7 @@ void Weights::put(Pool& pool, int64_t expert, Part part, const void* data, DType
 
 void Weights::put_codes(Pool& pool, int64_t expert, Part part, const Quantised& q) {
   const Layout& layout = part == kDown ? down_ : up_;
+  if (stored(part).type != nullptr) throw std::invalid_argument(kBlocksAlone);
   if (const char* wrong = wrong_codes(layout, q)) throw std::invalid_argument(wrong);
   pack_blocks(pool, expert, part,
               [&](int64_t block, uint8_t* to) { pack_codes_block(layout, block, q, to); });
@@ -166,9 +182,12 @@ void Weights::put_ggml(Pool& pool, int64_t expert, Part part, const GgmlSource& 
   const Layout& layout = part == kDown ? down_ : up_;
   if (source.type->group == 0 || source.type->group != layout.group)
     throw std::invalid_argument("the format has other groups than the ggml type");
+  const GgmlType* kept = stored(part).type;
+  if (kept != nullptr && kept != source.type) throw std::invalid_argument("blocks of another ggml type");
+  const auto take = kept != nullptr ? store_ggml_block : pack_ggml_block;
   std::atomic<bool> finite{true};
   pack_blocks(pool, expert, part, [&](int64_t block, uint8_t* to) {
-    if (!pack_ggml_block(layout, block, source, to)) finite.store(false, std::memory_order_relaxed);
+    if (!take(layout, block, source, to)) finite.store(false, std::memory_order_relaxed);
   });
   if (!finite) throw std::invalid_argument("a scale is NaN or infinite");
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "ggml.h"
 #include "kernels.h"
 #include "pack.h"
 #include "pool.h"
@@ -13,14 +14,13 @@
 
 namespace hetero {
 
-struct GgmlSource;
-
 struct ExpertsConfig {
   int64_t experts, hidden, intermediate;
   int32_t format, group;            // of gate and up
   int32_t down_format, down_group;  // of down
   bool has_bias;
   Act act;
+  GgmlStore stored = {}, down_stored = {};  // whether gate and up, down, stay in the blocks of their file
 };
 
 enum class Spread : int32_t {
@@ -66,8 +66,14 @@ class Weights {
 
   static int64_t expert_bytes(const ExpertsConfig& config);
 
+  // Of the blocks that lie in the arenas.
   const Layout& up_layout() const { return up_; }
   const Layout& down_layout() const { return down_; }
+  // Of the blocks that kernels read: other ones where the arenas hold those of a file.
+  const Layout& up_packed() const { return up_packed_; }
+  const Layout& down_packed() const { return down_packed_; }
+  const GgmlStore& up_stored() const { return stored(kUp); }
+  const GgmlStore& down_stored() const { return stored(kDown); }
   int mats() const { return mats_; }  // matrices before down: 2, or 1 without a gate
   int only() const { return only_; }
 
@@ -116,6 +122,7 @@ class Weights {
   const std::vector<Arena>& arenas() const { return arenas_; }
 
  private:
+  const GgmlStore& stored(Part part) const { return part == kDown ? config_.down_stored : config_.stored; }
   uint8_t* base(int64_t expert, int arena) const {
     return arenas_[static_cast<size_t>(arena)].data() +
            (parts_ == 1 ? expert * stride_ : offsets_[static_cast<size_t>(expert * parts_ + arena)]);
@@ -136,7 +143,7 @@ class Weights {
   uint8_t* block_at(int64_t expert, Part part, int64_t block, int copy) const;
 
   ExpertsConfig config_;
-  Layout up_, down_;
+  Layout up_packed_, down_packed_, up_, down_;
   int mats_, parts_, copies_, only_;
   std::vector<int64_t> unit_begin_;  // [rotation][part]
   std::vector<int64_t> down_begin_;

@@ -29,6 +29,8 @@ def experts_bytes(
     intermediate: int,
     bias: bool,
     gate: bool,
+    stored: int,
+    down_stored: int,
 ) -> int: ...
 
 class Experts:
@@ -53,6 +55,8 @@ class Experts:
         spread: int,
         nodes: list[int],
         only: int,
+        stored: tuple[int, Any, Any],
+        down_stored: tuple[int, Any, Any],
     ) -> None: ...
     def set_isa(self, isa: str, /) -> None: ...
     def set_plan(

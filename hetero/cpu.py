@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -232,6 +232,8 @@ class CpuExperts:
                 spread=int(where.spread),
                 nodes=list(where.nodes),
                 only=where.only,
+                stored=_stored(fmt),
+                down_stored=_stored(self.down_format),
             )
         except MemoryError:
             have = memory.available()
@@ -315,7 +317,7 @@ class CpuExperts:
 
     def put_ggml(self, expert: int, part: Part, type_name: str, data: Bytes) -> None:
         """Store a matrix from its blocks in a GGUF file: what ``put_codes`` stores of ``ggml_codes``, to the
-        bit, without its codes in memory.
+        bit, without its codes in memory; or the blocks themselves, where the part's format is of these.
 
         ``data``: the bytes of its rows, one after the other. A plain type (F32, F16, BF16) is packed as
         ``put`` does. Raises InputError where the part's format does not keep the type's values, on an unknown
@@ -327,7 +329,7 @@ class CpuExperts:
         try:
             kind = ggml_type(type_name)
             fmt = self.format_of(part)
-            if kind.format not in (None, fmt):
+            if kind.format not in (None, fmt.packed):
                 raise InputError(f"{kind.name} is kept by {kind.format}, these weights are {fmt}")
             n, k = _part_shape(self.spec, part)
             raw, number = checked_bytes(kind, data, n, k), _PARTS.index(part)
@@ -430,7 +432,7 @@ class CpuExperts:
         """Kernels by rows as measured; the extension starts from the default plan."""
         if self.isa not in isas():  # the twin, which is there for tests
             return
-        up, down = (kernel_choice(self.isa, fmt) for fmt in (self.format, self.down_format))
+        up, down = (kernel_choice(self.isa, fmt.packed) for fmt in (self.format, self.down_format))
         if up.times is not None or down.times is not None:
             self.set_plan(up.plan, down.plan)
 
@@ -624,9 +626,20 @@ def packed_nbytes(spec: ExpertSpec, fmt: Format, down_format: Format | None = No
             spec.intermediate,
             spec.has_bias,
             spec.has_gate,
+            _stored(fmt)[0],
+            _stored(down)[0],
         )
     except ValueError as error:
         raise InputError(f"experts of {spec.hidden} x {spec.intermediate} in {fmt}: {error}") from None
+
+
+def _stored(fmt: Format) -> tuple[int, Any, Any]:
+    """The GGUF type in whose blocks weights stay, -1 for none, and its tables."""
+    if not fmt.blocks:
+        return -1, None, None
+    kind = ggml_type(fmt.name.upper())
+    of_kind = tables(kind)
+    return kind.number, of_kind["grid"], of_kind["numbers"]
 
 
 def _has_part(spec: ExpertSpec, part: Part) -> bool:

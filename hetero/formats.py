@@ -70,6 +70,9 @@ FIXED_GROUPS = {name: kind.group for name, kind in _KINDS.items() if kind.group}
 FP8_TILE = 128
 """Rows that share a scale of fp8, as many as its group has columns."""
 
+_BLOCK_BYTES = {"q2_k": 84, "iq2_xxs": 66, "iq2_xs": 74, "iq2_s": 82, "iq1_s": 50, "iq1_m": 56}
+"""GGUF types that take twice the memory packed, or nearly: bytes of their blocks of ``SUPER_GROUP``."""
+
 _GROUPED = tuple(name for name, kind in _KINDS.items() if kind.scale_bits and not kind.group)
 _PATTERN = re.compile(r"^\s*([a-z0-9_]+?)(?:[\s_-]*g(\d+))?\s*$")
 
@@ -88,9 +91,19 @@ class Format:
 
     name: str
     group: int = 0
+    blocks: bool = False
+    """Whether weights stay in the blocks of their GGUF file in memory and are packed in every step that uses
+    them: as few bytes as in the file, and slower. See ``in_blocks``."""
 
     def __str__(self) -> str:
+        if self.blocks:
+            return f"{self.name} blocks"
         return f"{self.name} g{self.group}" if self.name in _GROUPED else self.name
+
+    @property
+    def packed(self) -> Format:
+        """The format that kernels read."""
+        return Format(self.name, self.group)
 
     @property
     def code(self) -> int:
@@ -120,6 +133,8 @@ class Format:
     @property
     def bits_per_weight(self) -> float:
         """Bits of a weight with its share of scales and minima, without padding."""
+        if self.blocks:
+            return 8 * _BLOCK_BYTES[self.name] / SUPER_GROUP
         kind = _KINDS[self.name]
         shared = kind.scale_bits / self.group if self.group else 0.0
         return kind.bits + shared + 16 * kind.super_scales / SUPER_GROUP
@@ -146,11 +161,20 @@ def _spelled(*, kept_only: bool) -> list[str]:
     return plain + grouped + [name for name in names if name in FIXED_GROUPS]
 
 
+def in_blocks(fmt: Format) -> Format:
+    """The same values in the blocks of their file, where packing makes them twice as large or nearly; else
+    ``fmt``."""
+    return Format(fmt.name, fmt.group, blocks=True) if fmt.name in _BLOCK_BYTES else fmt
+
+
 def parse_format(text: str) -> Format:
     """``"int8"``, ``"int4 g128"``, ``"int8_g64"``, ``"bf16"`` ... as a Format; the group is 32 by default.
 
     Raises InputError, with the valid formats, on anything else.
     """
+    first, _, rest = text.strip().lower().partition(" ")
+    if rest == "blocks" and first in _BLOCK_BYTES:
+        return in_blocks(Format(first, FIXED_GROUPS[first]))
     match = _PATTERN.match(text.lower())
     if match and match[1] in CODES:
         name, group = match[1], match[2]
@@ -184,7 +208,10 @@ def padded_k(fmt: Format, k: int) -> int:
 
 
 def block_bytes(fmt: Format, k: int) -> int:
-    """Bytes of one packed block: codes, scales and extras of 16 rows, a multiple of 64."""
+    """Bytes of one block: codes, scales and extras of 16 rows, or these rows as in their file, a multiple of
+    64."""
+    if fmt.blocks:
+        return -(-BLOCK_ROWS * -(-k // SUPER_GROUP) * _BLOCK_BYTES[fmt.name] // 64) * 64
     k_pad = padded_k(fmt, k)
     kind = _KINDS[fmt.name]
     codes = k_pad * kind.bits * BLOCK_ROWS // 8

@@ -12,8 +12,8 @@ import torch
 
 from hetero import _cpu
 from hetero.core import ExpertSpec, InputError
-from hetero.cpu import CpuExperts, set_threads
-from hetero.formats import parse_format
+from hetero.cpu import CpuExperts, isas, packed_nbytes, set_threads
+from hetero.formats import expert_bytes, in_blocks, packed_bytes, parse_format
 from hetero.quant import ggml_types as types
 from hetero.quant.ggml import ggml_codes, ggml_floats, ggml_format, ggml_type, ggml_types
 from hetero.quant.pack import dequantise, pack_codes
@@ -286,3 +286,84 @@ def test_what_experts_refuse(rng: np.random.Generator) -> None:
     experts.put_ggml(0, "down", "Q8_0", good)
     with pytest.raises(InputError, match="expert 0 down: given twice"):
         experts.put_ggml(0, "down", "Q8_0", good)
+
+
+BLOCKS = [name for name in QUANTISED if in_blocks(ggml_format(name)).blocks]
+
+
+def fill(experts: CpuExperts, expert: int, up: str, down: str, rng: np.random.Generator) -> dict[str, Bytes]:
+    """Random blocks of one expert, in gate and up those of ``up``; returns them by part."""
+    given = {}
+    for part, name, n, k in (("gate", up, 768, 256), ("up", up, 768, 256), ("down", down, 256, 768)):
+        given[part] = random_blocks(name, n, k, rng)
+        experts.put_ggml(expert, part, name, given[part])
+    return given
+
+
+def test_types_that_can_stay_in_blocks() -> None:
+    """Those whose packing takes twice the memory or nearly, but the TQ types, which few files have."""
+    assert set(BLOCKS) == {"Q2_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M"}
+    for name in BLOCKS:
+        fmt = in_blocks(ggml_format(name))
+        assert fmt.bits_per_weight == ggml_type(name).bits_per_weight
+        assert parse_format(str(fmt)) == fmt == in_blocks(fmt)
+        assert fmt.packed == ggml_format(name)
+        n, k = 40, 768
+        assert packed_bytes(fmt, n, k) == 3 * -(-16 * ggml_type(name).row_bytes(k) // 64) * 64
+    with pytest.raises(InputError, match="unknown weight format 'q4_k blocks'"):
+        parse_format("q4_k blocks")
+
+
+@pytest.mark.parametrize("isa", isas(include_twin=True))
+@pytest.mark.parametrize("name", BLOCKS)
+def test_experts_in_blocks_compute_what_packed_ones_do(
+    name: str, isa: str, rng: np.random.Generator, generator: torch.Generator
+) -> None:
+    """Every bit of a step, of few and of many tokens, with gate and up, down, or all of it in blocks."""
+    other = "Q6_K"
+    fmt, blocks, plain = ggml_format(name), in_blocks(ggml_format(name)), ggml_format(other)
+    for up, down in ((blocks, blocks), (blocks, plain), (plain, blocks)):
+        experts = CpuExperts(SPEC, up, down_format=down, isa=isa, threads=2)
+        packed = CpuExperts(SPEC, up.packed, down_format=down.packed, isa=isa)
+        names = [name if one.packed == fmt else other for one in (up, down)]
+        for e in range(SPEC.num_experts):
+            for part, given in fill(experts, e, *names, rng).items():
+                packed.put_ggml(e, part, names[part == "down"], given)
+        assert experts.nbytes == packed_nbytes(SPEC, up, down) < packed.nbytes
+        for tokens in (1, 3, 40):
+            # Scales are any fp16, so that weights are up to 2^28.
+            x = torch.randn(tokens, 256, generator=generator) * 1e-6
+            ids = torch.randint(0, 2, (tokens, 1), generator=generator)
+            weights = torch.rand(tokens, 1, generator=generator)
+            out, expected = (one.forward(x, ids, weights) for one in (experts, packed))
+            assert torch.isfinite(out).all()
+            assert torch.equal(out.view(torch.int32), expected.view(torch.int32))
+
+
+def test_experts_in_blocks_are_saved_and_restored(rng: np.random.Generator) -> None:
+    fmt = in_blocks(ggml_format("IQ1_S"))
+    experts = CpuExperts(SPEC, fmt)
+    fill(experts, 0, "IQ1_S", "IQ1_S", rng)
+    experts.restore(1, memoryview(bytearray(whole(experts, 0))))
+    assert whole(experts, 1) == whole(experts, 0)
+    assert experts.whole_bytes == expert_bytes(fmt, 256, 768, has_gate=True, has_bias=False)
+
+
+def test_what_experts_in_blocks_refuse(rng: np.random.Generator) -> None:
+    fmt = ggml_format("IQ2_S")
+    experts = CpuExperts(SPEC, in_blocks(fmt))
+    good = random_blocks("IQ2_S", 256, 768, rng)
+    alone = "experts that stay in the blocks of their file take these alone"
+    with pytest.raises(InputError, match=f"expert 0 down in iq2_s blocks: {alone}"):
+        experts.put(0, "down", torch.zeros(256, 768))
+    with pytest.raises(InputError, match=f"expert 0 down: {alone}"):
+        experts.put_codes(0, "down", *ggml_codes("IQ2_S", good, 256, 768))
+    with pytest.raises(InputError, match=f"expert 0 down: {alone}"):
+        experts.put_ggml(0, "down", "F16", bytes(256 * 768 * 2))
+    with pytest.raises(InputError, match="expert 0 down: IQ2_XS is kept by iq2_xs, these weights are iq2_s"):
+        experts.put_ggml(0, "down", "IQ2_XS", good)
+    with pytest.raises(InputError, match="expert 0 down: a scale is NaN or infinite"):
+        experts.put_ggml(0, "down", "IQ2_S", with_bad_scale("IQ2_S", good, 0xFC00, rng))
+    with pytest.raises(InputError, match="rows are no whole blocks"):
+        CpuExperts(ExpertSpec(2, 256, 64, 1), in_blocks(fmt))
+    assert len(experts.missing()) == 6
