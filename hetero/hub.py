@@ -22,7 +22,14 @@ from huggingface_hub.utils._headers import build_hf_headers
 
 from hetero import jsonfile
 from hetero.core import InputError, MachineError
-from hetero.hub_errors import UnreachableError, endpoint, first_line, refused, unreachable
+from hetero.hub_errors import (
+    NoSuchRepositoryError,
+    UnreachableError,
+    endpoint,
+    first_line,
+    refused,
+    unreachable,
+)
 from hetero.hub_names import (
     CONFIG,
     INDEX,
@@ -108,11 +115,14 @@ def fetch(
         return there
     try:
         return _Fetch(cache, name, wanted, say, bar).run(weights, check)
-    except UnreachableError as error:
+    except (UnreachableError, NoSuchRepositoryError) as error:
         if there is None:
             raise
         say(f"{error}; the copy in the cache is used")
         return there
+    except OSError as error:
+        where = error.filename or cache.hub
+        raise MachineError(f"{where}: cannot be written: {error.strerror or error}") from None
 
 
 class _Fetch:
@@ -128,16 +138,15 @@ class _Fetch:
     def run(self, weights: bool, check: Callable[[Path], None]) -> Path:
         """All that is needed is in the cache: small files first, so that a whole model is whole in all."""
         folder = self._cache.snapshot(self._commit)
+        if not weights and self._has(CONFIG) and not self._name.wants_gguf:
+            return self._configuration(folder)
         gguf = self._gguf() if self._name.wants_gguf or not self._has(WEIGHTS) else ()
         if not weights:
             if gguf and (local := folder / gguf[0].path).is_file():
                 return local
             if not self._has(CONFIG):
                 raise InputError(self._no_config(bool(gguf)))
-            self._get([self._files[CONFIG]])
-            if self._cache.commit_of(self._revision) is None:
-                self._cache.remember(self._revision, self._commit)
-            return folder
+            return self._configuration(folder)
         small = [file for path, file in self._files.items() if any(fits(path, one) for one in SMALL)]
         if not gguf:
             if not self._has(CONFIG):
@@ -150,6 +159,13 @@ class _Fetch:
         self._get(shards, f"downloading {self._name.repo}")
         self._cache.remember(self._revision, self._commit)
         return folder / gguf[0].path if gguf else folder
+
+    def _configuration(self, folder: Path) -> Path:
+        self._get([self._files[CONFIG]])
+        # The branch stays where a whole model was last fetched from it.
+        if self._cache.commit_of(self._revision) is None:
+            self._cache.remember(self._revision, self._commit)
+        return folder
 
     def _listing(self) -> tuple[str, dict[str, RemoteFile], str | None]:
         """Commit, files by path and the model that this one was made from."""
@@ -177,7 +193,7 @@ class _Fetch:
                 raise ValueError("no hashes")
         except HfHubHTTPError as error:
             raise refused(error, repo, self._revision) from None
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise unreachable(error, repo) from None
         except HFValidationError as error:
             raise InputError(f"{repo}: no name of a repository: {first_line(error)}") from None
@@ -281,7 +297,9 @@ class _Fetch:
     def _one(self, file: RemoteFile, arrived: Callable[[int], None]) -> None:
         url = f"{endpoint()}/{self._name.repo}/resolve/{self._commit}/{quote(file.path)}"
         try:
-            fetch_file(file, url, build_hf_headers(), self._cache, arrived=arrived, say=self._say)
+            # A cache that others fill may be read-only.
+            if not self._cache.holds(file):
+                fetch_file(file, url, build_hf_headers(), self._cache, arrived=arrived, say=self._say)
         except HfHubHTTPError as error:
             raise refused(error, self._name.repo, self._revision, file.path) from None
         self._cache.link(file, self._commit)

@@ -74,9 +74,13 @@ class RepoCache:
         """Where the beginning of a file is kept until the rest has come."""
         return self.folder / "blobs" / f"{file.key}.hetero-part"
 
+    def holds(self, file: RemoteFile) -> bool:
+        """Whether a file is there, whole and verified when it came."""
+        return _size(self.blob(file)) == file.size
+
     def missing(self, file: RemoteFile) -> int:
-        """Bytes that are still to come: 0 for a file that is there."""
-        if _size(self.blob(file)) == file.size:
+        """Bytes that are still to come."""
+        if self.holds(file):
             return 0
         part = _size(self.part(file)) or 0
         return file.size - part if part <= file.size else file.size

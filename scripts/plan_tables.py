@@ -119,7 +119,9 @@ def cpu_prefill_ms(tokens: int) -> float:
     return max(ops / server.cpu.prefill_tops.value / 1e9, 512 * one_expert_bytes(spec, INT4) / 116e6)
 
 
-def on(hardware: str, name: str, bits: str, *, gpu_experts: bool, draft: int = 0, ram: float | None = None) -> float:
+def on(
+    hardware: str, name: str, bits: str, *, gpu_experts: bool, draft: int = 0, ram: float | None = None
+) -> float:
     """The bound of a published system's hardware: local routing, experts of so many bits."""
     shape, there = model(name), load_hardware(hardware)
     if ram is not None:
@@ -142,26 +144,128 @@ def without_pcie(hardware: Hardware) -> Hardware:
 
 
 CASES = (
-    Case("dense weights of qwen3_5_moe 122B, bf16", "12.3 GB", lambda: dense_bytes(model("qwen3.5-122b-a10b"), "bfloat16") / 1e9, 12.3, "GB"),
-    Case("dense weights of qwen4_exp 125B without its table, bf16", "9.8 GB", lambda: dense_bytes(model(FLAGSHIP), "bfloat16") / 1e9, 9.8, "GB"),
-    Case("all experts of the 125B model, int4 g32", "63.3 GiB", lambda: all_expert_bytes(model(FLAGSHIP), INT4) / GIB, 63.3, "GiB"),
-    Case("dense half of qwen3_next 80B, transformers in one graph, H200", "12.8 ms", lambda: dense_graph_ms("qwen3-next-80b-a3b", 5021), 12.8, "ms"),
-    Case("dense half of qwen3_5_moe 122B, the same", "14.7 ms", lambda: dense_graph_ms("qwen3.5-122b-a10b", 5086), 14.7, "ms"),
-    Case("one layer of experts, 16 cores, 1 token, int4 at 120 GB/s", "0.273 ms", lambda: experts_ms("int4"), 0.273, "ms"),
+    Case(
+        "dense weights of qwen3_5_moe 122B, bf16",
+        "12.3 GB",
+        lambda: dense_bytes(model("qwen3.5-122b-a10b"), "bfloat16") / 1e9,
+        12.3,
+        "GB",
+    ),
+    Case(
+        "dense weights of qwen4_exp 125B without its table, bf16",
+        "9.8 GB",
+        lambda: dense_bytes(model(FLAGSHIP), "bfloat16") / 1e9,
+        9.8,
+        "GB",
+    ),
+    Case(
+        "all experts of the 125B model, int4 g32",
+        "63.3 GiB",
+        lambda: all_expert_bytes(model(FLAGSHIP), INT4) / GIB,
+        63.3,
+        "GiB",
+    ),
+    Case(
+        "dense half of qwen3_next 80B, transformers in one graph, H200",
+        "12.8 ms",
+        lambda: dense_graph_ms("qwen3-next-80b-a3b", 5021),
+        12.8,
+        "ms",
+    ),
+    Case(
+        "dense half of qwen3_5_moe 122B, the same",
+        "14.7 ms",
+        lambda: dense_graph_ms("qwen3.5-122b-a10b", 5086),
+        14.7,
+        "ms",
+    ),
+    Case(
+        "one layer of experts, 16 cores, 1 token, int4 at 120 GB/s",
+        "0.273 ms",
+        lambda: experts_ms("int4"),
+        0.273,
+        "ms",
+    ),
     Case("the same, int8", "0.468 ms", lambda: experts_ms("int8"), 0.468, "ms"),
     Case("the same, bf16", "0.878 ms", lambda: experts_ms("bf16"), 0.878, "ms"),
-    Case("the same, int4, 3072 x 1024 x 256 top-8", "0.460 ms", lambda: experts_ms("int4", "qwen3.5-122b-a10b"), 0.460, "ms"),
+    Case(
+        "the same, int4, 3072 x 1024 x 256 top-8",
+        "0.460 ms",
+        lambda: experts_ms("int4", "qwen3.5-122b-a10b"),
+        0.460,
+        "ms",
+    ),
     Case("the same, 1024 tokens, int4", "19.6 to 24.3 ms", lambda: cpu_prefill_ms(1024), 22.0, "ms"),
-    Case("the same, 8192 tokens, int4 (the profile's rate is from here)", "148 to 166 ms", lambda: cpu_prefill_ms(8192), 157.0, "ms"),
-    Case("FreeToken, offload, local routing, 24 GiB, H200", "70.4 tok/s", lambda: peer_tok_s("local", pcie=True), 70.4, "tok/s"),
-    Case("FreeToken, offload, uniform routing", "31.8 tok/s", lambda: peer_tok_s("uniform", pcie=True), 31.8, "tok/s"),
-    Case("FreeToken, 8000 tokens of prompt, by streaming all experts", "3.44 s", lambda: prefill_s(8000, "all experts"), 3.44, "s"),
-    Case("FreeToken, 512 tokens of prompt, over PCIe alone", "1.27 s", lambda: prefill_s(512, "all experts"), 1.27, "s"),
-    Case("llama.cpp, Qwen3.5-122B Q4_K, experts on the CPU, 4090 + 7950X", "15.7 tok/s", lambda: on(DESKTOP, "qwen3.5-122b-a10b", "int4", gpu_experts=False), 15.7, "tok/s"),
-    Case("llama.cpp, the same with a cache of hot experts", "22.7 tok/s", lambda: on(DESKTOP, "qwen3.5-122b-a10b", "int4", gpu_experts=True), 22.7, "tok/s"),
-    Case("FreeToken, 125B NVFP4, 4090", "36 tok/s", lambda: on(DESKTOP, FLAGSHIP, "nvfp4", gpu_experts=True), 36.0, "tok/s"),
-    Case("Strata, 125B Q4_K_XL, 3090", "36-38 tok/s (a fork 66-77)", lambda: on("rtx3090-5950x", FLAGSHIP, "int4", gpu_experts=True), 37.0, "tok/s"),
-    Case("Strata, 125B at about 3 bits with MTP, 4090 + 7950X", "133 tok/s", lambda: on(DESKTOP, FLAGSHIP, "q3_k", gpu_experts=True, draft=3), 133.0, "tok/s"),
+    Case(
+        "the same, 8192 tokens, int4 (the profile's rate is from here)",
+        "148 to 166 ms",
+        lambda: cpu_prefill_ms(8192),
+        157.0,
+        "ms",
+    ),
+    Case(
+        "FreeToken, offload, local routing, 24 GiB, H200",
+        "70.4 tok/s",
+        lambda: peer_tok_s("local", pcie=True),
+        70.4,
+        "tok/s",
+    ),
+    Case(
+        "FreeToken, offload, uniform routing",
+        "31.8 tok/s",
+        lambda: peer_tok_s("uniform", pcie=True),
+        31.8,
+        "tok/s",
+    ),
+    Case(
+        "FreeToken, 8000 tokens of prompt, by streaming all experts",
+        "3.44 s",
+        lambda: prefill_s(8000, "all experts"),
+        3.44,
+        "s",
+    ),
+    Case(
+        "FreeToken, 512 tokens of prompt, over PCIe alone",
+        "1.27 s",
+        lambda: prefill_s(512, "all experts"),
+        1.27,
+        "s",
+    ),
+    Case(
+        "llama.cpp, Qwen3.5-122B Q4_K, experts on the CPU, 4090 + 7950X",
+        "15.7 tok/s",
+        lambda: on(DESKTOP, "qwen3.5-122b-a10b", "int4", gpu_experts=False),
+        15.7,
+        "tok/s",
+    ),
+    Case(
+        "llama.cpp, the same with a cache of hot experts",
+        "22.7 tok/s",
+        lambda: on(DESKTOP, "qwen3.5-122b-a10b", "int4", gpu_experts=True),
+        22.7,
+        "tok/s",
+    ),
+    Case(
+        "FreeToken, 125B NVFP4, 4090",
+        "36 tok/s",
+        lambda: on(DESKTOP, FLAGSHIP, "nvfp4", gpu_experts=True),
+        36.0,
+        "tok/s",
+    ),
+    Case(
+        "Strata, 125B Q4_K_XL, 3090",
+        "36-38 tok/s (a fork 66-77)",
+        lambda: on("rtx3090-5950x", FLAGSHIP, "int4", gpu_experts=True),
+        37.0,
+        "tok/s",
+    ),
+    Case(
+        "Strata, 125B at about 3 bits with MTP, 4090 + 7950X",
+        "133 tok/s",
+        lambda: on(DESKTOP, FLAGSHIP, "q3_k", gpu_experts=True, draft=3),
+        133.0,
+        "tok/s",
+    ),
 )
 
 

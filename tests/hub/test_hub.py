@@ -270,6 +270,17 @@ def test_a_spoilt_beginning_is_found_out(hub: Hub, repo: Repo) -> None:
     same(fetch(), repo.revisions["main"])
 
 
+def test_a_part_that_had_all_but_its_name(hub: Hub, repo: Repo) -> None:
+    name = "model-00003-of-00003.safetensors"
+    data = repo.revisions["main"][name]
+    key = hashlib.sha256(data).hexdigest()
+    blobs = home() / "hub" / "models--lab--tiny-moe" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{key}.hetero-part").write_bytes(data)
+    same(fetch(), repo.revisions["main"])
+    assert not hub.bodies(f"{NAME}/{name}")
+
+
 def test_a_file_of_the_cache_that_lost_its_end(hub: Hub, repo: Repo) -> None:
     folder = fetch()
     name = "model-00001-of-00003.safetensors"
@@ -347,6 +358,35 @@ def test_without_a_network(hub: Hub, repo: Repo, monkeypatch: pytest.MonkeyPatch
     said: list[str] = []
     assert fetch(say=said.append) == folder
     assert "the copy in the cache is used" in said[0]
+
+
+def test_what_is_gone_from_the_hub_but_not_from_here(hub: Hub, repo: Repo) -> None:
+    folder = fetch()
+    del hub.repos[NAME]
+    said: list[str] = []
+    assert fetch(say=said.append) == folder
+    assert "no such repository" in said[0]
+
+
+@pytest.mark.parametrize("address", ["nonsense", "http://[", "http://127.0.0.1:0", "ftp://x", "http://\x00"])
+def test_a_wrong_endpoint(hub: Hub, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setattr("hetero.hub.endpoint", lambda: address)
+    with pytest.raises(MachineError, match="HF_ENDPOINT"):
+        fetch()
+
+
+def test_a_cache_that_is_read_only(hub: Hub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = fetch()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "x")
+
+    for owner, name in ((os, "open"), (Path, "mkdir"), (Path, "write_text"), (Path, "symlink_to")):
+        monkeypatch.setattr(owner, name, refuse)
+    assert fetch() == folder
+    repo.revisions["main"] = repo.revisions["main"] | {"generation_config.json": b'{"c": 3}'}
+    with pytest.raises(MachineError, match="cannot be written: Read-only file system"):
+        fetch()
 
 
 def test_a_hub_in_trouble(hub: Hub, repo: Repo) -> None:
@@ -446,6 +486,7 @@ def test_ctrl_c_leaves_nothing_that_is_taken_for_whole(hub: Hub, repo: Repo) -> 
     _, error = process.communicate(timeout=30)
     assert process.returncode != 0
     assert "KeyboardInterrupt" in error
+    assert "stopped; what has come is kept, and the same command goes on from there" in error
     assert parts(home())
     for blob in (home() / "hub").rglob("blobs/*"):
         if not blob.name.endswith(".hetero-part"):
@@ -480,6 +521,8 @@ def test_one_quantisation_of_gguf(hub: Hub) -> None:
         "choose one of Q4_K_S (1.0 kB), UD-Q4_K_XL (1.5 kB), Q4_K_M (2.0 kB), Q8_0 (6.0 kB), as in "
         in str(error.value)
     )
+    # A configuration needs no choice.
+    assert (fetch("lab/tiny-GGUF", weights=False) / "config.json").read_bytes() == CONFIG
     found = fetch("lab/tiny-GGUF:q4_k_m")
     assert found.name == "tiny-Q4_K_M.gguf"
     assert found.read_bytes() == GGUF[found.name]
