@@ -78,6 +78,7 @@ struct Worker {
   std::vector<int64_t> step;    // of each lane, as begin counts them
   std::vector<int64_t> next;    // layer of each lane
   std::vector<int64_t> looked;  // since when it looks for it
+  std::vector<int> mask;        // CPUs that it may run on
   uint64_t random = 0;
 
   bool is_dead() const {
@@ -321,17 +322,22 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
     return move(w, kPublish, kPoll);
   }
 
-  // Sleeps while no step is in flight, then sees to it that the pool's threads are awake.
+  // Sits where the pool's caller sits, and wakes the pool's threads.
+  void arrive(Worker& w) {
+    Context& own = context();
+    std::lock_guard<std::mutex> hold(own.swap);
+    own.pool->sit(&w.mask);
+    own.pool->rouse();
+  }
+
+  // Sleeps while no step is in flight.
   void sleep(Worker& w) {
     {
       std::unique_lock<std::mutex> hold(mutex);
       const uint64_t own = make_turn(w.generation, kPoll);
       wake.wait(hold, [&] { return any_active() || stop.load() || turn.load() != own; });
     }
-    if (stop.load()) return;
-    Context& own = context();
-    std::lock_guard<std::mutex> hold(own.swap);
-    own.pool->rouse();
+    if (!stop.load()) arrive(w);
     w.beat.fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -351,6 +357,7 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
 
   void run(Worker& w) {
     w.tid.store(static_cast<pid_t>(syscall(SYS_gettid)));
+    arrive(w);
     int64_t since = now_ns();
     while (turn.load(std::memory_order_acquire) == make_turn(w.generation, kPoll)) {
       w.beat.fetch_add(1, std::memory_order_relaxed);
@@ -597,8 +604,8 @@ std::vector<LayerTimes> Channel::times(int64_t at) const {
 
 bool Channel::close() {
   State& s = *state_;
+  if (getpid() != s.pid) return true;  // in the child of a fork nobody else is there to give the lock back
   std::unique_lock<std::mutex> hold(s.mutex);
-  if (getpid() != s.pid) return true;
   for (int64_t i = 0; i < s.layout.lanes; ++i) s.lane(i).abort.store(true);
   // The watchdog still looks after a worker that is stuck.
   s.served.wait_for(hold, std::chrono::nanoseconds(3 * s.limit_ns), [&] { return !s.any_active(); });

@@ -76,6 +76,13 @@ class CpuSet {
   CpuSet& operator=(const CpuSet&) = delete;
   cpu_set_t* get() const { return set_; }
   size_t bytes() const { return bytes_; }
+  std::vector<int> members() const {
+    std::vector<int> all;
+    for (int cpu = 0; cpu < kMost; ++cpu) {
+      if (has(cpu)) all.push_back(cpu);
+    }
+    return all;
+  }
   bool has(int cpu) const { return CPU_ISSET_S(static_cast<size_t>(cpu), bytes_, set_); }
 
  private:
@@ -177,6 +184,7 @@ void Pool::stop_workers() {
 void Pool::after_fork_in_child() {
   workers_.clear();
   started_ = false;
+  coming.store(0);
   worker_sleep_.sleepers.store(0);
   caller_sleep_.sleepers.store(0);
   now_.store(make_tag(++epoch_, kDone));
@@ -304,6 +312,17 @@ void Pool::step_off() const {
   }
   const CpuSet target(own);
   if (sched_setaffinity(0, target.bytes(), target.get()) == 0) sched_setaffinity(0, mask.bytes(), mask.get());
+}
+
+void Pool::sit(std::vector<int>* mask) const {
+  CpuSet now({});
+  if (sched_getaffinity(0, now.bytes(), now.get()) != 0) return;
+  if (mask->empty()) *mask = now.members();
+  const std::vector<int>& own = seats_[0].cpus;
+  const bool allowed =
+      !own.empty() && std::all_of(own.begin(), own.end(), [&](int c) { return contains(*mask, c); });
+  const CpuSet target(allowed ? own : *mask);
+  if (!CPU_EQUAL_S(now.bytes(), target.get(), now.get())) sched_setaffinity(0, target.bytes(), target.get());
 }
 
 // Divides the chunks of a phase among the shares.

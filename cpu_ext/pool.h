@@ -79,6 +79,9 @@ class Pool {
   // Steps that are known to come soon, in all pools of the process: while above zero, workers that have
   // nothing to do spin for up to kSpinComingNs, giving their core to whoever wants it, and then sleep.
   static std::atomic<int> coming;
+  // Keeps a thread that does little but call run() on the first seat; `mask` is its own from one call to the
+  // next, empty at first, and what it falls back to where the seat names no CPUs that it may run on.
+  void sit(std::vector<int>* mask) const;
   // Wakes workers that sleep, so that they are there when the next step comes. Any thread may call it.
   void rouse();
 

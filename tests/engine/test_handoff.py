@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import threading
 import time
@@ -164,6 +165,31 @@ def test_functions_of_the_backend_hostfunc(experts: list[CpuExperts], generator:
             _cpu.host_call(cpu.HOST_COLLECT, base + layout.done(0, 0))
         assert torch.equal(result, experts[0].forward(x, ids, weights))
     handoff.close()
+
+
+def in_child(handoff: Handoff, queue: Any) -> None:
+    try:
+        handoff.begin(0, 1)
+    except HandoffError as error:
+        queue.put(str(error))
+    handoff.close()
+    cpu.set_threads(2)
+    queue.put(int(_cpu.pool_exercise(4, 0, -1)))
+
+
+def test_the_child_of_a_fork_has_no_worker(experts: list[CpuExperts], generator: torch.Generator) -> None:
+    played = Played(experts, generator)
+    played.step()
+    fork = multiprocessing.get_context("fork")
+    queue = fork.SimpleQueue()
+    child = fork.Process(target=in_child, args=(played.handoff, queue))
+    child.start()
+    assert "belongs to the process" in queue.get()
+    assert queue.get() == 8
+    child.join(30)
+    assert child.exitcode == 0
+    played.step()
+    played.close()
 
 
 def test_times_and_trace(experts: list[CpuExperts], generator: torch.Generator) -> None:
