@@ -195,7 +195,7 @@ def _place(
             except InputError as error:
                 rule.replace.where.fail(str(error))
     mistakes.tell()
-    if found.kind == "folder":
+    if found.kind in ("folder", "gguf"):
         placement = _with_formats(placement, tree, found.path)
     return model_type, placement, modules
 
@@ -207,7 +207,7 @@ def _with_formats(placement: Placement, tree: Any, folder: Path) -> Placement:
     from hetero.model.quantised import is_quantised
     from hetero.model.sources import open_source
 
-    if not is_quantised(folder):
+    if folder.is_dir() and not is_quantised(folder):
         return placement
     with open_source(folder) as source:
         placement, notes = resolve_formats(placement, plan_load(tree, source), source)

@@ -1,0 +1,144 @@
+"""Rules that let a quantised checkpoint decide its experts' format, in whole models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero.cli import app
+from hetero.core import InputError
+from hetero.engine.load import load_model, prepare
+from hetero.ops.experts import CpuExpertsOp
+from tests.model.checkpoints import edit_tensors, write
+from tests.model.quantised import SCHEMES, Scheme, int8_rows, write_gpt_oss, write_quantised
+
+
+def formats(model: Any) -> set[str]:
+    """Of the experts' backends."""
+    found = [module.backend for module in model.modules() if isinstance(module, CpuExpertsOp)]
+    assert found
+    return {str(backend.format_of(part)) for backend in found for part in ("gate", "up", "down")}
+
+
+def close(model: Any, reference: Any, tolerance: float) -> None:
+    ids = torch.randint(3, 90, (1, 6))
+    with torch.no_grad():
+        got, expected = model(input_ids=ids).logits, reference(input_ids=ids).logits
+    error = (got - expected).norm() / expected.norm()
+    assert torch.isfinite(got).all()
+    assert error < tolerance
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "awq", "gptq", "modelopt-nvfp4", "w8a8-asym"])
+def test_a_user_who_sets_nothing_gets_the_checkpoints_values(scheme: str, tmp_path: Path) -> None:
+    written = write_quantised(tmp_path, "qwen3_moe", SCHEMES[scheme])
+    loaded = load_model(tmp_path)
+    wanted = SCHEMES[scheme].format
+    assert formats(loaded.runnable.model) == {wanted}
+    assert f"experts keep the checkpoint's values: {wanted}" in loaded.notes
+    # Weights are the same; activations of all but fp8 are int8 in groups of 32.
+    close(loaded.runnable.model, written.model, 1e-5 if wanted == "fp8" else 0.05)
+
+
+def test_gpt_oss_keeps_mxfp4(tmp_path: Path) -> None:
+    written = write_gpt_oss(tmp_path)
+    loaded = load_model(tmp_path, overrides={"experts": "keep"})
+    assert formats(loaded.runnable.model) == {"mxfp4"}
+    close(loaded.runnable.model, written.model, 0.05)
+
+
+def test_another_format_is_requantised_and_said_so(tmp_path: Path) -> None:
+    written = write_quantised(tmp_path, "qwen3_moe", SCHEMES["fp8"])
+    loaded = load_model(tmp_path, overrides={"experts": "f32"})
+    assert formats(loaded.runnable.model) == {"f32"}
+    assert any("checkpoint's fp8 becomes f32, as the rule says" in note for note in loaded.notes)
+    close(loaded.runnable.model, written.model, 1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-fp8-rows", "gptq-order", "fp8-small-blocks"])
+def test_what_no_format_keeps(scheme: str, tmp_path: Path) -> None:
+    written = write_quantised(tmp_path, "qwen3_moe", SCHEMES[scheme])
+    loaded = load_model(tmp_path, overrides={"experts": "auto int8"})
+    assert formats(loaded.runnable.model) == {"int8 g32"}
+    assert any("becomes int8 g32, since no packed format keeps it" in note for note in loaded.notes)
+    close(loaded.runnable.model, written.model, 0.05)
+    with pytest.raises(InputError, match=r"'format: keep' cannot be.*--set experts=int8"):
+        prepare(tmp_path, overrides={"experts": "keep"})
+
+
+def test_scales_that_are_no_16_bit_floats(tmp_path: Path) -> None:
+    """Told before the weights are read; only "auto" goes on, with another format."""
+    plain = SCHEMES["w8a8"]
+
+    def make(w: torch.Tensor) -> Any:
+        made, _ = int8_rows()(w)
+        scale = made["weight_scale"].float() * 1.0001
+        return made | {"weight_scale": scale}, made["weight"].double() * scale.double()
+
+    written = write_quantised(tmp_path, "qwen3_moe", replace(plain, make=make))
+    loaded = load_model(tmp_path, overrides={"experts": "auto int8 g64"})
+    assert formats(loaded.runnable.model) == {"int8 g64"}
+    assert any("are no 16-bit float" in note for note in loaded.notes)
+    close(loaded.runnable.model, written.model, 0.05)
+    with pytest.raises(InputError) as error:
+        prepare(tmp_path, overrides={"experts": "keep"})
+    message = str(error.value)
+    assert "model.safetensors: tensor model.layers.0.mlp.experts.0." in message
+    assert "are no 16-bit float" in message
+    assert "\n" not in message
+
+
+def test_a_plain_checkpoint(tmp_path: Path) -> None:
+    """Nothing is quantised: "auto" is the format after it, "keep" the file's own floats."""
+    write("qwen3_moe", tmp_path / "f32")
+    assert formats(load_model(tmp_path / "f32").runnable.model) == {"int4 g32"}
+    assert formats(load_model(tmp_path / "f32", overrides={"experts": "keep"}).runnable.model) == {"f32"}
+    write("qwen3_moe", tmp_path / "bf16", torch.bfloat16)
+    loaded = load_model(tmp_path / "bf16", overrides={"experts": "keep"})
+    assert formats(loaded.runnable.model) == {"bf16"}
+    assert not loaded.notes
+
+
+def test_activations_are_not_quantised_and_a_note_says_so(tmp_path: Path) -> None:
+    write_quantised(tmp_path, "qwen3_moe", SCHEMES["w8a8"])
+    ready = prepare(tmp_path)
+    assert any("quantisation of activations is not used" in note for note in ready.placement.notes)
+
+
+def test_explain_shows_the_real_formats_and_bytes(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    write_quantised(tmp_path, "qwen3_moe", SCHEMES["awq"])
+    result = CliRunner().invoke(app, ["rules", "explain", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "int4z g128" in result.output
+    assert "experts keep the checkpoint's values: int4z g128" in result.output
+    ready = prepare(tmp_path)
+    loaded = load_model(tmp_path)
+    from hetero.rules.explain import explain
+
+    lines = explain(ready.placement, ready.modules)
+    assert sum(line.bytes for line in lines if line.format == "int4z g128") == loaded.expert_bytes
+
+
+def test_a_tensor_that_nothing_consumes(tmp_path: Path) -> None:
+    write_quantised(tmp_path, "qwen3_moe", SCHEMES["fp8"])
+    edit_tensors(tmp_path, lambda t: t.update({"model.layers.0.mlp.ghost.weight": torch.zeros(2, 2)}))
+    with pytest.raises(InputError, match=r"belong to no parameter.*ghost"):
+        prepare(tmp_path)
+
+
+def test_one_expert_in_another_scheme(tmp_path: Path) -> None:
+    """A block whose experts are not all quantised alike is not kept, and loads all the same."""
+    scheme: Scheme = SCHEMES["fp8"]
+    names = r"(?<!experts\.1\.down)_proj\.weight$"
+    written = write_quantised(tmp_path, "qwen3_moe", replace(scheme, names=names))
+    assert not any("experts.1.down_proj" in name for name in written.values)
+    loaded = load_model(tmp_path, overrides={"experts": "auto f32"})
+    assert formats(loaded.runnable.model) == {"f32"}
+    assert any("different formats" in note for note in loaded.notes)
+    close(loaded.runnable.model, written.model, 1e-5)
