@@ -2,8 +2,8 @@
 
     python scripts/plan_tables.py [--write]
 
-One says what a large model does on desktops of several sizes, the other what plans predict of figures that were
-measured. Both need neither torch nor a GPU.
+One says what a large model does on desktops of several sizes, the other what plans predict of figures that
+were measured. Both need neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def model(name: str) -> Inventory:
 
 def desktop_table() -> Iterator[str]:
     """Rows of the flagship on a desktop, by GPU memory and main memory."""
-    yield "| GPU memory | main memory | experts: GPU, RAM, disk | dense | local | uniform | binds (uniform) | today |"
+    heads = "GPU memory", "main memory", "experts: GPU, RAM, disk", "dense", "local", "uniform"
+    yield f"| {' | '.join((*heads, 'binds (uniform)', 'today'))} |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     hardware, shape = load_hardware(DESKTOP), model(FLAGSHIP)
     for vram in VRAM:
@@ -77,8 +78,8 @@ class Case:
 
 
 def peer_tok_s(routing: str, *, pcie: bool) -> float:
-    """FreeToken's step by its own parts: dense layers and all else 9 ms, hits as measured there, misses over PCIe
-    alone or by the CPU alone at its own speed."""
+    """FreeToken's step by its own parts: dense layers and all else 9 ms, hits as measured there, misses over
+    PCIe alone or by the CPU alone at its own speed."""
     shape, server = model(FLAGSHIP), load_hardware(SERVER)
     share = 4075 / (48 * 512)
     spec = shape.sites[0].spec

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hetero.doctor.finding import Finding, ok, problem, warning
 from hetero.plan.sizes import gib
@@ -85,11 +85,12 @@ class TorchCuda:
         """Of one of several calls in a row, the fastest of three rounds."""
         import torch
 
-        times = []
+        event: Any = torch.cuda.Event
+        times: list[float] = []
         with torch.cuda.device(index):
             call()
             for _ in range(3):
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start, end = event(enable_timing=True), event(enable_timing=True)
                 start.record()
                 for _ in range(4):
                     call()
