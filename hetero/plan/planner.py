@@ -210,7 +210,10 @@ def _waits(
         yield "fused operators in one CUDA graph: transformers' modules run one by one"
         yield "the hand-off inside the graph: activations are copied, and waited for, in every layer"
         if layout.dense == "int8":
-            yield "dense layers in 8 bits on the GPU: they are held in bfloat16"
+            yield (
+                "dense layers in 8 bits: op 'linear' loads them in bfloat16 first, so it frees no room for "
+                "experts; the rules keep bfloat16"
+            )
         if request.draft:
             yield "drafts: no speculative decoding yet"
     if layout.table == "disk":
