@@ -1,0 +1,180 @@
+"""Measure how fast experts are packed, how fast a start from a file of packed experts is, and peak memory.
+
+    python benchmarks/packing.py --gib 2 --formats int8 int4 bf16 --json results.json
+
+A checkpoint in bfloat16 is written to --folder, and read past or out of the page cache: its pages are dropped
+before each run. Each figure is of a process of its own, the best of --rounds, beside two yardsticks of the
+same minutes: plain direct reads of the checkpoint and plain writes of fresh memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+RULES = """
+rules:
+  - name: experts
+    match: {{class: MoeBlock}}
+    replace: {{op: moe, experts: {{format: {format}}}}}
+  - name: the rest
+    match: {{name: '.*'}}
+    replace: {{op: keep}}
+"""
+
+
+def drop(path: Path) -> None:
+    """Take a file out of the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def disk_read(path: Path) -> float:
+    """Bytes a second of plain direct reads of a file, as many in flight as hetero has."""
+    from hetero.store.reads import IN_FLIGHT, PIECE, DirectFile, buffer, settle, submit
+
+    file, into = DirectFile(path), [buffer(PIECE) for _ in range(IN_FLIGHT)]
+    pieces = file.size // PIECE
+    began = time.perf_counter()
+
+    def stream(start: int) -> None:
+        for piece in range(start, pieces, IN_FLIGHT):
+            file.read(piece * PIECE, into[start])
+
+    settle([submit(stream, start) for start in range(IN_FLIGHT)])
+    return pieces * PIECE / (time.perf_counter() - began)
+
+
+def memory_write(nbytes: int) -> float:
+    """Bytes a second of first writes to fresh memory by torch's threads."""
+    import torch
+
+    began = time.perf_counter()
+    torch.full((nbytes // 8,), 1, dtype=torch.int64)
+    return nbytes / (time.perf_counter() - began)
+
+
+def child(kind: str, folder: Path, rules: Path, cache: Path) -> dict[str, Any]:
+    """One load or pack in this process: seconds, and the peak of its memory beside what it began with."""
+    os.environ["HETERO_CACHE"] = str(cache)
+    os.environ["HETERO_TUNE"] = "off"
+    from hetero.engine.experts import StoreOptions
+    from hetero.engine.load import load_model, pack_model
+    from hetero.hw.memory import _status
+    from hetero.model import hf
+
+    hf.quiet()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status(Path("/"), "VmRSS:")
+    began = time.perf_counter()
+    notes: tuple[str, ...] = ()
+    weights = 0
+    if kind == "pack":
+        packed = pack_model(folder, cache / "packed", rules=rules, force=True)
+        weights = packed.nbytes
+    else:
+        loaded = load_model(
+            folder, rules=rules, dtype="bfloat16", store=StoreOptions("auto" if kind == "cache" else "off")
+        )
+        weights = loaded.expert_bytes + sum(w.nbytes for w in loaded.runnable.model.parameters())
+        notes = loaded.notes
+        assert (kind == "cache") == any("were read from" in note for note in notes), notes
+    seconds = time.perf_counter() - began
+    peak = _status(Path("/"), "VmHWM:") - before
+    return {"seconds": seconds, "weights": weights, "peak": peak}
+
+
+def measured(kind: str, folder: Path, rules: Path, cache: Path, rounds: int) -> dict[str, Any]:
+    best: dict[str, Any] = {}
+    for _ in range(rounds):
+        for path in [*folder.glob("*.safetensors"), *cache.glob("packed/*.hpack")]:
+            drop(path)
+        command = [sys.executable, __file__, "--child", kind, str(folder), str(rules), str(cache)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        found = json.loads(done.stdout.splitlines()[-1])
+        if not best or found["seconds"] < best["seconds"]:
+            best = found
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--child", nargs=4, metavar="X", help=argparse.SUPPRESS)
+    parser.add_argument("--gib", type=float, default=2.0, help="of the checkpoint's experts")
+    parser.add_argument("--formats", nargs="+", default=["int8", "int4", "bf16"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/hetero-packing"))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.child:
+        kind, folder, rules, cache = args.child
+        print(json.dumps(child(kind, Path(folder), Path(rules), Path(cache))))
+        return
+    from tests.store.large import large
+
+    shutil.rmtree(args.folder, ignore_errors=True)
+    folder, cache = args.folder / "model", args.folder / "cache"
+    layers = 4
+    experts = max(4, round(args.gib * 2**30 / (layers * 3 * 2048 * 1024 * 2)))
+    source = large(folder, 1, layers=layers, experts=experts, hidden=2048, intermediate=1024)
+    checkpoint = folder / "model.safetensors"
+    rows = []
+    for fmt in args.formats:
+        rules = args.folder / f"{fmt}.yaml".replace(" ", "")
+        rules.write_text(RULES.format(format=fmt))
+        drop(checkpoint)
+        disk, memory = disk_read(checkpoint), max(memory_write(1 << 30) for _ in range(3))
+        load = measured("load", folder, rules, cache, args.rounds)
+        pack = measured("pack", folder, rules, cache, args.rounds)
+        start = measured("cache", folder, rules, cache, args.rounds)
+        disk = max(disk, disk_read(checkpoint))
+        rows.append(
+            {
+                "format": fmt,
+                "disk_read_gb_s": disk / 1e9,
+                "memory_write_gb_s": memory / 1e9,
+                "load_gb_s": source / load["seconds"] / 1e9,
+                "load_share": source / load["seconds"] / min(disk, memory),
+                "load_peak": load["peak"] / load["weights"],
+                "pack_gb_s": source / pack["seconds"] / 1e9,
+                "pack_peak_mib": pack["peak"] / 2**20,
+                "start_gb_s": start["weights"] / start["seconds"] / 1e9,
+                "start_share": start["weights"] / start["seconds"] / disk,
+                "start_peak": start["peak"] / start["weights"],
+                "source_bytes": source,
+                "packed_bytes": start["weights"],
+            }
+        )
+        shutil.rmtree(cache, ignore_errors=True)
+    columns = ("format", "disk read", "memory write", "load", "share", "peak/weights", "hetero pack")
+    columns += ("start from file", "share of disk", "peak/weights")
+    print(f"| {' | '.join(columns)} |")
+    print("| --- " * len(columns) + "|")
+    for r in rows:
+        print(
+            f"| {r['format']} | {r['disk_read_gb_s']:.2f} | {r['memory_write_gb_s']:.2f} "
+            f"| {r['load_gb_s']:.2f} "
+            f"| {r['load_share']:.0%} | {r['load_peak']:.2f} | {r['pack_gb_s']:.2f} | {r['start_gb_s']:.2f} "
+            f"| {r['start_share']:.0%} | {r['start_peak']:.2f} |"
+        )
+    shutil.rmtree(args.folder, ignore_errors=True)
+    if args.json:
+        args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
