@@ -150,10 +150,7 @@ class GgufSource:
         recipe, info = self._recipe(name), self.tensors[name]
         if info.format is None:
             raise InputError(f"{info.file}: tensor {name}: {info.inexact or 'it is not quantised'}")
-        (tensor,) = recipe.of
-        *experts, n, k = tensor.shape
-        if bool(experts) != (index is not None) or (index is not None and not 0 <= index < experts[0]):
-            raise InputError(f"tensor {name} of shape {list(info.shape)} has no matrix {index}")
+        tensor, n, k = self._matrix(name, index)
         codes = ggml_codes(tensor.type_name, self._files.raw(tensor, index), n, k)
         if recipe.make is gguf_make.same:
             return codes
@@ -161,6 +158,24 @@ class GgufSource:
         if extra is not None and extra.numel() > 1:  # else it is of the whole matrix
             extra = self._make(recipe, [extra])
         return Codes(self._make(recipe, [codes.codes]), self._make(recipe, [codes.scales]), extra)
+
+    def blocks(self, name: str, index: int | None = None) -> torch.Tensor:
+        """The bytes of the same matrix as they are in the file, uint8 [n, bytes of a row].
+
+        InputError where the tensor has no ``ggml`` type.
+        """
+        if not self.tensors[name].ggml:
+            raise InputError(f"{self.folder}: tensor {name} is not in blocks of a GGUF type, or reordered")
+        tensor, n, _ = self._matrix(name, index)
+        return self._files.raw(tensor, index).view(n, -1)
+
+    def _matrix(self, name: str, index: int | None) -> tuple[GgufTensor, int, int]:
+        """The one tensor of the file that a parameter is made of, and the shape of its matrix ``index``."""
+        (tensor,) = self._recipe(name).of
+        *experts, n, k = tensor.shape
+        if bool(experts) != (index is not None) or (index is not None and not 0 <= index < experts[0]):
+            raise InputError(f"tensor {name} of shape {list(self.tensors[name].shape)} has no matrix {index}")
+        return tensor, n, k
 
     def pieces(self, experts: str, expert: int, part: str) -> Piece | None:
         """Where ``part`` of an expert stands; None where the file does not have it."""
@@ -211,6 +226,7 @@ class GgufSource:
             start=first.start,
             nbytes=sum(tensor.nbytes for tensor in recipe.of),
             format=kept,
+            ggml=first.type_name if kept is not None and recipe.make is gguf_make.same else "",
             inexact="it is not stored in the order that the model needs"
             if quantised and kept is None
             else "",

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from hetero.core import InputError
-from hetero.formats import Format
+from hetero.formats import Format, in_blocks
 from hetero.model.loadplan import LoadPlan
+from hetero.model.pieces import PartSource
 from hetero.model.quantised import InexactError
 from hetero.model.source import Source
 from hetero.rules.options import FormatChoice, parse_choice
@@ -84,6 +85,9 @@ def _kept(
         down = parts["down"].format
         assert down is not None
         plan.keep.add(name)
+        if choice.blocks:
+            into = [part for name, part in parts.items() if name != "down"]
+            formats, down = [_in_blocks(into, formats[0])], _in_blocks([parts["down"]], down)
         said = str(formats[0]) if formats[0] == down else f"{formats[0]} (down: {down})"
         notes[f"experts keep the checkpoint's values: {said}"] += 1
         return formats[0], down
@@ -97,6 +101,10 @@ def _kept(
         f"since no packed format keeps it: {why}"
     ] += 1
     return choice.fallback, choice.fallback
+
+
+def _in_blocks(parts: list[PartSource], fmt: Format) -> Format:
+    return in_blocks(fmt) if all(part.ggml for part in parts) else fmt
 
 
 def _inexact_scales(name: str, plan: LoadPlan, source: Source) -> str:

@@ -29,7 +29,7 @@ class ExpertSink(Protocol):
     """What takes a block's expert weights, each part of each expert exactly once.
 
     One that has ``format_of`` and ``put_codes`` too is given quantised values as they are, where they are in
-    its own format.
+    its own format; those of GGUF files by ``put_ggml`` where it has that.
     """
 
     def put(self, expert: int, part: str, tensor: torch.Tensor) -> None:
@@ -136,6 +136,7 @@ class _Loading:
         self.report = LoadReport(skipped=plan.names.skipped)
         # The codes read last: gate and up may stand in one tensor.
         self.last: tuple[tuple[str, int | None], Codes] | None = None
+        self.last_blocks: tuple[tuple[str, int | None], torch.Tensor] | None = None
 
     def run(self) -> LoadReport:
         streamed: dict[str, list[Target]] = {name: [] for name in self.sinks}
@@ -220,8 +221,13 @@ class _Loading:
         sources = self.plan.parts[experts]
         if not parts or not hasattr(sink, "put_codes") or not sources.keys() >= set(parts):
             return False
-        if any(sources[p].format is None or sources[p].format != sink.format_of(p) for p in parts):
-            return False
+        for part in parts:
+            wanted = sink.format_of(part)
+            if wanted is None or sources[part].format != wanted.packed:
+                return False
+        if all(sources[part].ggml for part in parts) and hasattr(sink, "put_ggml"):
+            self._put_blocks(experts, expert, parts)
+            return True
         read = []
         for part in parts:
             piece = sources[part].piece(expert)
@@ -239,6 +245,19 @@ class _Loading:
         for part, codes in read:
             sink.put_codes(expert, part, *codes)
         return True
+
+    def _put_blocks(self, experts: str, expert: int, parts: tuple[str, ...]) -> None:
+        """Give the sink the parts of an expert in the blocks of their file, which it packs itself."""
+        sink: Any = self.sinks[experts]
+        for part in parts:
+            source = self.plan.parts[experts][part]
+            piece = source.piece(expert)
+            key = (piece.name, piece.index)
+            if self.last_blocks is None or self.last_blocks[0] != key:
+                self.last_blocks = key, self.checkpoint.blocks(*key)
+                self._count(self.last_blocks[1].nbytes)
+            rows = self.last_blocks[1] if piece.rows is None else self.last_blocks[1][piece.rows]
+            sink.put_ggml(expert, part, source.ggml, rows.contiguous())
 
     def _own(self, experts: str) -> None:
         """A module whose parts the source has under names of its own."""

@@ -39,6 +39,8 @@ class PartSource:
     inexact: str = ""  # why there is none
     # Whether the stored matrix is the part's transpose.
     turned: bool = False
+    # The GGUF type whose blocks the source gives, "" for none.
+    ggml: str = ""
 
     def codes(self, source: Source, expert: int) -> Codes:
         """The part's quantised values, read from the source."""
@@ -143,7 +145,7 @@ def of_source(source: Source, experts: str, parts: Iterable[str]) -> dict[str, P
         fmt = info.format
         if fmt is not None and not _keeps_tiles(fmt, first.rows, info.shape[-2]):
             fmt, why = None, f"its rows do not start at a multiple of {FP8_TILE}"
-        made[part] = PartSource(piece, fmt, "" if fmt else why, turned=False)
+        made[part] = PartSource(piece, fmt, "" if fmt else why, turned=False, ggml=info.ggml if fmt else "")
     return made
 
 
@@ -170,7 +172,9 @@ def _part(target: Target, found: tuple[int, slice, bool] | None, infos: dict[str
     def piece(expert: int) -> Piece:
         return Piece(names[expert], None, whole) if own else Piece(names[0], expert, whole)
 
-    return PartSource(piece, fmt, turned=turned != infos[name].transposed)
+    types = {infos[one].ggml for one in names}
+    turned = turned != infos[name].transposed
+    return PartSource(piece, fmt, turned=turned, ggml=types.pop() if len(types) == 1 and not turned else "")
 
 
 def _keeps_tiles(fmt: Format, rows: slice | None, height: int) -> bool:

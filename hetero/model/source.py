@@ -61,6 +61,8 @@ class TensorInfo:
     transposed: bool = False
     # Why a quantised tensor has no format, for the message where its values shall be kept.
     inexact: str = ""
+    # The GGUF type of its blocks, which ``Source.blocks`` gives; "" for a tensor that has none.
+    ggml: str = ""
 
     @property
     def is_weight(self) -> bool:
@@ -103,6 +105,12 @@ class Source(Protocol):
         """The quantised values of a matrix [n, k] in the tensor's ``format``, as ``pack_codes`` takes them.
 
         ``index``: the expert of a tensor [E, n, k]. InputError where the tensor has no format.
+        """
+
+    def blocks(self, name: str, index: int | None = None) -> torch.Tensor:
+        """The bytes of the same matrix as they are in the file, uint8 [n, bytes of a row].
+
+        For a tensor that has a ``ggml`` type; InputError for another.
         """
 
     def pieces(self, experts: str, expert: int, part: str) -> Piece | None:
@@ -165,6 +173,10 @@ class Checkpoint:
     def codes(self, name: str, index: int | None = None) -> Codes:
         """Plain tensors have none: raises InputError."""
         raise InputError(f"{self._info(name).file}: tensor {name} is not quantised")
+
+    def blocks(self, name: str, index: int | None = None) -> torch.Tensor:
+        """Tensors of safetensors have none: raises InputError."""
+        raise InputError(f"{self._info(name).file}: tensor {name} is not in blocks of a GGUF type")
 
     def pieces(self, experts: str, expert: int, part: str) -> Piece | None:
         """None: transformers' conversions say where experts stand."""

@@ -174,6 +174,10 @@ class CpuExpertsOp(nn.Module):
         backend: Any = self.backend
         backend.put_codes(expert, part, codes, scales, extra)
 
+    def put_ggml(self, expert: int, part: str, type_name: str, data: torch.Tensor) -> None:
+        backend: Any = self.backend
+        backend.put_ggml(expert, part, type_name, data)
+
     def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pending:
         """Start on x [T, hidden] with ids and weights [T, k]. x must not change before ``collect``."""
         watched = recorder.active

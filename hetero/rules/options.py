@@ -32,6 +32,7 @@ class FormatChoice:
 
     keeps: bool
     fallback: Format | None  # None: ``keep``, the checkpoint's own values or an error
+    blocks: bool = False  # whether types of GGUF that would double stay in the blocks of their file
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,14 @@ class OpSchema:
 
 
 def parse_choice(text: str) -> FormatChoice:
-    """``"keep"``, ``"auto"`` (int8 where nothing is quantised), ``"auto int4 g64"`` or a format.
+    """``"keep"``, ``"keep blocks"``, ``"auto"`` (int8 where nothing is quantised), ``"auto int4 g64"`` or a
+    format.
 
     Raises InputError on anything else.
     """
     word, _, rest = text.strip().partition(" ")
-    if word.lower() == "keep" and not rest:
-        return FormatChoice(keeps=True, fallback=None)
+    if word.lower() == "keep" and rest.strip().lower() in ("", "blocks"):
+        return FormatChoice(keeps=True, fallback=None, blocks=bool(rest))
     if word.lower() == "auto":
         return FormatChoice(keeps=True, fallback=parse_target(rest or DEFAULT_FORMAT))
     return FormatChoice(keeps=False, fallback=parse_target(text))

@@ -213,6 +213,9 @@ class QuantisedCheckpoint:
             raise InexactError(f"{matrix.file}: tensor {name}: {matrix.inexact}; {REQUANTISE}")
         return matrix.codes(index)
 
+    def blocks(self, name: str, index: int | None = None) -> Tensor:
+        return self._raw.blocks(name, index)
+
     def pieces(self, experts: str, expert: int, part: str) -> Piece | None:
         """None: the names are the Hub's."""
         return None
