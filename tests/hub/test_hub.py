@@ -230,7 +230,7 @@ def test_a_server_that_falls_silent(hub: Hub, repo: Repo, monkeypatch: pytest.Mo
     monkeypatch.setattr(transfer, "SILENCE_S", 0.05)
     monkeypatch.setattr(transfer, "ATTEMPTS", 2)
     hub.delay = 0.3
-    with pytest.raises(MachineError, match="the connection was lost at 0 of 3000 bytes"):
+    with pytest.raises(MachineError, match=r"the connection was lost at 0 of \d+ bytes"):
         fetch()
 
 
