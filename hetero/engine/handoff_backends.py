@@ -248,6 +248,7 @@ class HostFuncBackend(_GpuBackend):
     name = "hostfunc"
 
     def submit(self, flag: int) -> None:
+        self._on_device(flag)  # the function is given the host's address, but only of a flag
         self._driver.launch_host(self._stream(), cpu.HOST_SUBMIT, flag)
 
     def collect(self, flag: int, fault: int, layer: int) -> None:
