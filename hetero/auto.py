@@ -10,11 +10,13 @@ from hetero.config import settings
 from hetero.core import InputError, MachineError
 from hetero.formats import Format, parse_format
 from hetero.hw import memory
+from hetero.model.shapes import read_config
 from hetero.plan import families
 from hetero.plan.hardware import Figure, Hardware, Pcie
 from hetero.plan.inventory import Inventory, from_modules
 from hetero.plan.machine import gpu_named, this_machine
 from hetero.plan.planner import Plan, family_format, make_plan
+from hetero.plan.quantised import kept_format
 from hetero.plan.rulefile import rule_file
 from hetero.plan.sizes import gib
 from hetero.plan.tiers import Request
@@ -47,14 +49,16 @@ def plan_run(
     inventory = inventory_of(folder)
     hardware = _here(device)
     wanted = DEFAULT_CONTEXT if context is None else context
+    kept = kept_format(read_config(folder / "config.json")) if folder.is_dir() else None
     request = Request(
-        expert_format=_format(inventory, device is not None),
+        expert_format=kept or _format(inventory, device is not None),
+        keep=kept is not None,
         vram=device[1] if device else 0,
         ram=memory.available().bytes,
         context=min(wanted, inventory.context or wanted),
         concurrency=concurrency,
     )
-    plan = make_plan(name, inventory, hardware, request, any_format=True, alternatives=False)
+    plan = make_plan(name, inventory, hardware, request, any_format=kept is None, alternatives=False)
     if plan.today.why_not is not None:
         raise MachineError(f"--auto: {plan.today.why_not}; hetero plan tells what would help")
     path = settings().cache / "plans" / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}.yaml"

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from hetero import jsonfile, stats, terminal
 from hetero.core import InputError
-from hetero.formats import parse_format
+from hetero.formats import Format, parse_format
 from hetero.hw import memory
 from hetero.model.shapes import ModelRef, resolve_model
 from hetero.plan import families
@@ -25,6 +25,7 @@ from hetero.plan.hardware import Hardware, load_hardware
 from hetero.plan.inventory import Inventory, from_modules
 from hetero.plan.machine import this_machine
 from hetero.plan.planner import Plan, as_dict, family_format, make_plan
+from hetero.plan.quantised import kept_format
 from hetero.plan.roofline import Decode, Term
 from hetero.plan.rulefile import rule_file
 from hetero.plan.sizes import gib, parse_size
@@ -90,8 +91,10 @@ def plan(
     if counts is None:
         request = replace(request, counts=used_counts(found, inventory))
     if format_ is None:
+        kept = own_format(found)
         has_gpu = machine.gpu is not None and request.vram != 0
-        request = replace(request, expert_format=family_format(inventory.model_type, has_gpu))
+        fmt = kept or family_format(inventory.model_type, has_gpu)
+        request = replace(request, expert_format=fmt, keep=kept is not None)
     made = make_plan(found.name, inventory, machine, request)
     if write is not None:
         _write(write, rule_file(made))
@@ -122,6 +125,20 @@ def take_inventory(config: dict[str, Any]) -> Inventory:
     from hetero.model.config import load_config
 
     return from_modules(config, describe(build_meta(load_config(config), torch.bfloat16)))
+
+
+def own_format(model: ModelRef) -> Format | None:
+    """The format that a quantised checkpoint's experts keep; None where it is not quantised."""
+    if model.kind != "gguf":
+        return kept_format(model.config)
+    from hetero.model.sources import open_source
+
+    with open_source(model.path) as source:
+        sizes: dict[Format, int] = {}
+        for name, info in source.tensors.items():
+            if "experts" in name and "shared" not in name and info.format is not None:
+                sizes[info.format] = sizes.get(info.format, 0) + info.nbytes
+    return max(sizes, key=lambda fmt: sizes[fmt]) if sizes else None
 
 
 def read_counts(path: Path) -> tuple[tuple[float, ...], ...]:

@@ -36,7 +36,7 @@ def rule_file(plan: Plan) -> str:
         lines.append("  gpu: cuda:0")
     if plan.inventory.sites:
         fmt = plan.request.expert_format
-        lines.append(f"  experts: {'keep' if fmt.kept_only else fmt}")
+        lines.append(f"  experts: {'keep' if plan.request.keep or fmt.kept_only else fmt}")
     if lines[-1] == "vars:":
         lines.pop()
     lines.append("rules:")

@@ -39,6 +39,7 @@ class Request:
     dense: str = "auto"  # of dense layers: auto, bfloat16, float32, float16 or int8
     prompt: int = 8192  # tokens of the prompt that prefill is told for
     counts: tuple[tuple[float, ...], ...] = ()  # [layers][experts], how often each was chosen
+    keep: bool = False  # the format is the checkpoint's own, and its values stay as they are
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,12 @@ def _on_gpu(
     free = gpu.free
     for site in inventory.sites:
         size = site.spec.num_experts * one_expert_bytes(site.spec, request.expert_format)
-        if site.layer is None or site.spec.staged or request.expert_format.name not in GPU_FORMATS:
+        if (
+            site.layer is None
+            or site.spec.staged
+            or request.keep
+            or request.expert_format.name not in GPU_FORMATS
+        ):
             continue
         if size <= free:
             layers.append(site.layer)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 from hetero import cli, stats
 from hetero.core import InputError
 from hetero.model.shapes import resolve_model, shape_names
+from hetero.plan.quantised import kept_format
 from hetero.plan.sizes import gib, parse_size
 from hetero.rules.explain import explain, totals
 from hetero.rules.load import load_rules
@@ -198,3 +200,49 @@ def test_no_sizes(text: str) -> None:
 def test_sizes_for_people() -> None:
     assert gib(3 << 29) == "1.5 GiB"
     assert gib(1 << 20) == "1.0 MiB"
+
+
+@pytest.mark.parametrize(
+    ("told", "fmt"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "int4z g128"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}, "int8 g32"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False}, "int4z g128"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, None),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 48}, None),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 64, "type": "int"}}},
+            },
+            "int4 g64",
+        ),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, None),
+        ({"quant_method": "bitsandbytes"}, None),
+        (["nonsense"], None),
+    ],
+)
+def test_formats_of_quantised_checkpoints(told: Any, fmt: str | None) -> None:
+    found = kept_format({"quantization_config": told})
+    assert (None if found is None else str(found)) == fmt
+
+
+def test_a_quantised_checkpoint_keeps_its_values(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    told = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    config.write_text(json.dumps({**shape("qwen3-30b-a3b"), "quantization_config": told}))
+    file = tmp_path / "rules.yaml"
+    planned = call(config, "--hardware", "rtx4090-7950x", "--write", file, "--json")
+    assert planned.exit_code == 0, planned.output
+    assert json.loads(planned.stdout)["request"]["format"] == "int4z g128"
+    assert load_rules(file).variables["experts"] == "keep"
+    checked = CliRunner().invoke(
+        cli.app, ["rules", "check", str(file), str(config), "--devices", "cpu,cuda:0"]
+    )
+    assert checked.exit_code == 0, checked.output
+    chosen = call(config, "--hardware", "rtx4090-7950x", "--format", "int8", "--write", file, "--json")
+    assert chosen.exit_code == 0
+    assert load_rules(file).variables["experts"] == "int8 g32"
