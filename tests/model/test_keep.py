@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from hetero.cli import app
 from hetero.core import InputError
 from hetero.engine.load import load_model, prepare
+from hetero.model.build import choose_class
 from hetero.ops.experts import CpuExpertsOp
 from tests.model.checkpoints import edit_tensors, write
-from tests.model.quantised import SCHEMES, Scheme, int8_rows, write_gpt_oss, write_quantised
+from tests.model.hf_to_gguf import write as write_gguf
+from tests.model.quantised import SCHEMES, Scheme, int8_rows, small_config, write_gpt_oss, write_quantised
+from tests.model.tiny_moe import tiny_model
 
 
 def formats(model: Any) -> set[str]:
@@ -142,3 +146,31 @@ def test_one_expert_in_another_scheme(tmp_path: Path) -> None:
     assert formats(loaded.runnable.model) == {"f32"}
     assert any("different formats" in note for note in loaded.notes)
     close(loaded.runnable.model, written.model, 1e-5)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_gguf_file_whose_down_has_a_type_of_its_own(fuse: bool, tmp_path: Path) -> None:
+    # What a file of this architecture cannot say, and all such models have.
+    config = small_config("qwen3_moe", norm_topk_prob=True)
+    chosen = choose_class(config)
+    model = tiny_model(chosen.cls, chosen.config, seed=int(torch.randint(2**31, ())))
+
+    def kind_of(name: str, values: Any) -> Kind | None:
+        return None if "_exps" not in name else Kind.Q8_0 if "down" in name else Kind.Q4_0
+
+    held = write_gguf(model, tmp_path / "model.gguf", "qwen3moe", kind_of=kind_of, fuse=fuse)
+    experts = model.model.layers[0].mlp.experts
+    with torch.no_grad():
+        experts.down_proj.copy_(torch.from_numpy(held["blk.0.ffn_down_exps.weight"]))
+        if fuse:
+            both = torch.from_numpy(held["blk.0.ffn_gate_up_exps.weight"])
+        else:
+            parts = (torch.from_numpy(held[f"blk.0.ffn_{part}_exps.weight"]) for part in ("gate", "up"))
+            both = torch.cat(tuple(parts), 1)
+        experts.gate_up_proj.copy_(both)
+    loaded = load_model(tmp_path / "model.gguf")
+    assert formats(loaded.runnable.model) == {"int4 g32", "int8 g32"}
+    assert "experts keep the checkpoint's values: int4 g32 (down: int8 g32)" in loaded.notes
+    close(loaded.runnable.model, model, 0.05)
+    exact = load_model(tmp_path / "model.gguf", overrides={"experts": "f32"})
+    close(exact.runnable.model, model, 1e-5)
