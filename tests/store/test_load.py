@@ -25,6 +25,7 @@ from hetero.ops.experts import CpuExpertsOp
 from hetero.ops.watch import disk_experts, disk_reads
 from hetero.store import packfile
 from tests.model.checkpoints import write
+from tests.model.quantised import SCHEMES, write_quantised
 from tests.model.quiet import quiet  # noqa: F401  no progress bars
 
 RULES = """
@@ -102,6 +103,26 @@ def test_the_same_logits_from_everywhere(tmp_path: Path, own_cache: Path, model_
     assert sum(one.slots for one in backends) < sum(one.spec.num_experts for one in backends)
     assert tiered.expert_bytes == sum(one.nbytes for one in backends) < direct.expert_bytes
     assert list(own_cache.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "w4a16-asym"])
+def test_values_that_a_checkpoint_keeps_stay_the_same(tmp_path: Path, own_cache: Path, scheme: str) -> None:
+    """Experts that come as codes pass through the file unchanged."""
+    folder = tmp_path / "m"
+    write_quantised(folder, "qwen3_moe", SCHEMES[scheme])
+    sets = {"format": "keep"}
+    direct = load_model(folder, rules=rules(tmp_path), overrides=sets)
+    want = logits(direct)
+    backend = next(module.backend for module in direct.runnable.model.modules() if hasattr(module, "backend"))
+    assert str(backend.format) == SCHEMES[scheme].format
+    packed = pack_model(folder, own_cache, rules=rules(tmp_path), overrides=sets)
+    cached = load_model(folder, rules=rules(tmp_path), overrides=sets)
+    assert str(packed.path) in only(cached.notes, "were read from")
+    assert torch.equal(logits(cached), want)
+    few = 2 * backend.nbytes // 5 * 2
+    tiered = load_model(folder, rules=rules(tmp_path, "disk", str(few)), overrides=sets)
+    assert disk_experts(tiered.runnable.model)
+    assert torch.equal(logits(tiered), want)
 
 
 def test_pack_ahead_equals_what_a_run_keeps(tmp_path: Path, own_cache: Path) -> None:
