@@ -46,7 +46,7 @@ class Recorded:
         self.weights = torch.rand(rows, spec.top_k, device=device)
         self.out = torch.zeros(rows, spec.hidden, device=device)
         for layer in range(min(2, self.layers)):  # the slots of depth 2, for a run without copies
-            payload = self.handoff.payload(0, layer)
+            payload = self.handoff.payload(0, layer, host=True)
             payload.x.copy_(self.x)
             payload.weights.copy_(self.weights)
         self.time = self._record_gpu() if device.type == "cuda" else self._record_twin()
@@ -95,7 +95,7 @@ class Recorded:
         for layer, chosen in enumerate(ids):
             self.ids[layer].copy_(chosen)
             if not self.copies and layer < 2:
-                self.handoff.payload(0, layer).ids.copy_(chosen)
+                self.handoff.payload(0, layer, host=True).ids.copy_(chosen)
         if self.x.is_cuda:
             torch.cuda.synchronize()
 

@@ -23,8 +23,9 @@
 namespace hetero {
 namespace {
 
-// Looking for a flag: so long with pauses, then giving the core to others, then in naps.
-constexpr int64_t kPauseNs = 10'000;
+// Looking for a flag: so long with pauses, then giving the core to others, then in naps. The GPU's part of a
+// layer is within the first: a core that is given away to a busy neighbour is gone for milliseconds.
+constexpr int64_t kPauseNs = 200'000;
 constexpr int64_t kYieldNs = 5'000'000;
 constexpr int64_t kNapNs = 50'000;
 

@@ -130,20 +130,19 @@ class Handoff:
         """Bytes of pinned memory."""
         return self._layout.nbytes
 
-    def payload(self, lane: int, layer: int) -> Payload:
-        """The tensors of a layer's slot; layers ``depth`` apart share one."""
+    def payload(self, lane: int, layer: int, *, host: bool = False) -> Payload:
+        """The tensors of a layer's slot; layers ``depth`` apart share one. ``host``: as the CPU sees them,
+        for use while no replay runs; kernels alone should touch those of the device, since torch takes them
+        for device memory when it copies."""
         self._check_place(lane, layer)
+        view = self._memory if host else self._view
         at, rows = self._layout, self.rows
         return Payload(
-            self._part(at.x(lane, layer), (rows, self.hidden), self.dtype),
-            self._part(at.ids(lane, layer), (rows, self.slots), self.ids_dtype),
-            self._part(at.weights(lane, layer), (rows, self.slots), torch.float32),
-            self._part(at.result(lane, layer), (rows, self.hidden), torch.float32),
+            _part(view, at.x(lane, layer), (rows, self.hidden), self.dtype),
+            _part(view, at.ids(lane, layer), (rows, self.slots), self.ids_dtype),
+            _part(view, at.weights(lane, layer), (rows, self.slots), torch.float32),
+            _part(view, at.result(lane, layer), (rows, self.hidden), torch.float32),
         )
-
-    def _part(self, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        nbytes = shape[0] * shape[1] * dtype.itemsize
-        return self._view[offset : offset + nbytes].view(dtype).view(shape)
 
     # -- recording
 
@@ -311,6 +310,11 @@ class Handoff:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self.close()
+
+
+def _part(memory: Tensor, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    nbytes = shape[0] * shape[1] * dtype.itemsize
+    return memory[offset : offset + nbytes].view(dtype).view(shape)
 
 
 def _check_experts(experts: Sequence[cpu.CpuExperts], dtype: torch.dtype) -> None:
