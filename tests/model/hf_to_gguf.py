@@ -20,6 +20,8 @@ from gguf import TENSOR_NAMES, GGUFWriter
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor, nn
 
+from tests.cpu.ggml_blocks import HALVES, random_blocks
+
 Named = Iterator[tuple[str, Tensor]]
 # The type of a tensor by its name in the file and its values; None: F32.
 KindOf = Callable[[str, np.ndarray[Any, Any]], Kind | None]
@@ -36,15 +38,19 @@ def write(
     arch: str,
     *,
     kind_of: KindOf = lambda name, values: None,
+    split: int = 0,
     fuse: bool = False,
     whole_kv: bool = False,
     more: Callable[[GGUFWriter], None] | None = None,
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Write a file; the values that it stands for, by tensor name. ``fuse``: gate and up in one tensor;
-    ``whole_kv``: kv_b as old files have it."""
+    """Write a file; the values that it stands for, by tensor name.
+
+    Where the gguf package cannot quantise to a type, the blocks are random. ``split``: the most tensors of a
+    part; ``fuse``: gate and up in one tensor; ``whole_kv``: kv_b as old files have it.
+    """
     config: Any = model.config
     config = config.get_text_config()
-    writer = GGUFWriter(path, arch)
+    writer = GGUFWriter(path, arch, split_max_tensors=split)
     metadata(writer, config, arch, model)
     if more is not None:
         more(writer)
@@ -52,7 +58,7 @@ def write(
     for name, tensor in tensors(model, config, arch, fuse=fuse, whole_kv=whole_kv):
         values = np.ascontiguousarray(tensor.detach().float().numpy())
         kind = kind_of(name, values) or Kind.F32
-        raw = gguf.quants.quantize(values, kind) if kind != Kind.F32 else values
+        raw = values if kind == Kind.F32 else quantised(values, kind)
         writer.add_tensor(name, raw, raw_dtype=kind)
         held[name] = values if kind == Kind.F32 else gguf.quants.dequantize(raw, kind)
     writer.write_header_to_file()
@@ -60,6 +66,29 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return held
+
+
+def quantised(values: np.ndarray[Any, Any], kind: Kind) -> np.ndarray[Any, Any]:
+    """Blocks near the values, or random ones of about the same size."""
+    try:
+        return gguf.quants.quantize(values, kind)
+    except NotImplementedError:
+        pass
+    rows = values.size // values.shape[-1]
+    blocks = random_blocks(kind.name, rows, values.shape[-1], np.random.default_rng())
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    each = blocks.reshape(-1, size)
+
+    def scale(by: float) -> None:
+        for at in HALVES.get(kind.name, ()):
+            spread = np.random.default_rng().uniform(0.5, 1.0, len(each)) * by
+            each[:, at : at + 2] = spread.astype(np.float16).view(np.uint8).reshape(-1, 2)
+
+    if kind == Kind.MXFP4:
+        each[:, 0] = np.random.default_rng().integers(119, 122, len(each))
+    scale(1.0)
+    scale(float(values.std() / gguf.quants.dequantize(blocks, kind).std()))
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def first(c: Any, *names: str) -> Any:
