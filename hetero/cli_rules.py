@@ -202,12 +202,13 @@ def _place(
 
 def _with_formats(placement: Placement, tree: Any, folder: Path) -> Placement:
     """The placement with the formats that a quantised checkpoint decides; its headers are read."""
+    from hetero.model.gguf_file import locate
     from hetero.model.keep import resolve_formats
     from hetero.model.loader import plan_load
     from hetero.model.quantised import is_quantised
     from hetero.model.sources import open_source
 
-    if folder.is_dir() and not is_quantised(folder):
+    if locate(folder) is None and not is_quantised(folder):
         return placement
     with open_source(folder) as source:
         placement, notes = resolve_formats(placement, plan_load(tree, source), source)

@@ -444,7 +444,7 @@ ARCHS: dict[str, Arch] = {
             Keys.Attention.LAYERNORM_RMS_EPS: "layer_norm_epsilon",
         },
         implied=_NO_GROUPS | {"use_mamba_kernels": False, "moe_latent_size": None},
-        derived=("nemotron_layers", "attention_bias"),
+        derived=("attention_bias", "nemotron_layers"),
     ),
     "afmoe": Arch(
         "afmoe",

@@ -33,12 +33,19 @@ _SIGNS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 _DEEPSEEK3 = (
     rf"{_SIGNS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
-_HAN = "[一-龥぀-ゟ゠-ヿ]+"
-# Letters that have a case.
-_ALPHABETS = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼ"
-    "ιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
-    "𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+_HAN = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+# Letters that have a case, but those of mathematics and of Georgian.
+_ALPHABETS = r"[\p{Lu}\p{Ll}\p{Lt}]&&" + "[^\u10d0-\u10ff\U0001d400-\U0001d7ff]"
+_DEEPSEEK_SIGNS = r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+# Scripts without spaces between words, as afmoe's tokenizer lists them.
+_SPACELESS = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
+    "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+_YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 )
 _NOT_HAN = r"&&[^\p{Han}]"
 
@@ -64,9 +71,9 @@ _BY_NAMES: dict[tuple[str, ...], Way] = {
     ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open",
      "grok-2"): Way((_QWEN2,)),
     ("qwen35",): Way((_words(r"\p{N}", r"\p{L}\p{M}", r"\p{L}\p{M}\p{N}"),)),
-    ("deepseek-llm",): Way((r"[\r\n]", rf"\s?[{_ALPHABETS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$",
-                            "[一-龥ࠀ-一가-퟿]+", r"\p{N}+")),
-    ("deepseek-coder",): Way((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    ("deepseek-llm",): Way((r"[\r\n]", rf"\s?[{_ALPHABETS}]+", _DEEPSEEK_SIGNS, r"\s+$", _EAST_ASIAN,
+                            r"\p{N}+")),
+    ("deepseek-coder",): Way((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")),
     ("deepseek-v3", "hunyuan-dense", "joyai-llm"): Way((r"\p{N}{1,3}", _HAN, _DEEPSEEK3)),
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"):
         Way((r"\p{N}", _GPT2)),
@@ -77,16 +84,14 @@ _BY_NAMES: dict[tuple[str, ...], Way] = {
         r"|\s+(?!\S)|\s+",)),
     ("seed-coder",): Way((
         rf"{_SUFFIXES}|{_NO_WORD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)),
-    ("youtu",): Way((
-        "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
-        _cased(r"\p{N}", f"{_SUFFIXES}?")), whole=True),
+    ("youtu",): Way((_YOUTU, _cased(r"\p{N}", f"{_SUFFIXES}?")), whole=True),
     ("exaone-moe",): Way((
         rf"{_SUFFIXES}|{_NO_WORD}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",)),
     ("afmoe",): Way((
         # In threes, counted from the end of a number.
         r"\p{Nd}{1,3}(?=(?:\p{Nd}{3})*(?!\p{Nd}))",
-        "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
+        _SPACELESS,
         _DEEPSEEK3)),
     ("kimi-k2",): Way((
         r"[\p{Han}]+|"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from collections.abc import Callable
@@ -16,7 +17,9 @@ import torch
 from gguf import MODEL_TENSOR as T
 from gguf import TENSOR_NAMES, GGUFWriter
 from gguf import GGMLQuantizationType as Kind
+from typer.testing import CliRunner
 
+from hetero.cli import app
 from hetero.core import InputError
 from hetero.engine.load import load_model
 from hetero.formats import Format
@@ -423,6 +426,22 @@ def test_the_documents_list_them() -> None:
         assert f"| `{arch}` | {model_type} |" in text, arch
     for arch, reason in UNREAD.items():
         assert f"| `{arch}` | {reason} |" in text, arch
+
+
+def test_commands(tmp_path: Path) -> None:
+    """run and rules take the file, and keep its values where a rule says so."""
+    write(wide(), tmp_path / "m.gguf", "qwen3moe", kind_of=kinds_of(QUANTISED[1]))
+    file = str(tmp_path / "m.gguf")
+    ran = CliRunner().invoke(
+        app, ["run", file, "--prompt-ids", "1,2,3", "--max-tokens", "3", "--set", "experts=keep", "--json"]
+    )
+    assert ran.exit_code == 0, ran.output
+    result = json.loads(ran.stdout)
+    assert any(name.startswith("q4_k.") for name in result["kernels"])
+    assert any(name.startswith("q6_k.") for name in result["kernels"])
+    explained = CliRunner().invoke(app, ["rules", "explain", file, "--set", "experts=keep"])
+    assert explained.exit_code == 0, explained.output
+    assert "q4_k + q6_k" in explained.stdout
 
 
 def test_nothing_stays_mapped_or_open(tmp_path: Path) -> None:
