@@ -283,6 +283,7 @@ def test_a_dense_file_answers(smol: Path) -> None:
     assert result.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_gemma3(gemma: Path) -> None:
     assert same_values(gemma, 11) >= {"Q5_0", "Q4_K", "Q6_K", "F32"}
     tokenizer = load_tokenizer(gemma)
