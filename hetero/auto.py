@@ -108,8 +108,9 @@ def _format(inventory: Inventory, has_gpu: bool) -> Format:
 
 def _note(plan: Plan, path: Path) -> str:
     now = plan.today
-    parts = [f"experts in {plan.request.expert_format}", f"dense layers in {now.dtype}"]
-    if plan.layout.gpu is not None:
+    parts = [f"experts in {plan.request.expert_format}"] if plan.inventory.sites else []
+    parts.append(f"dense layers in {now.dtype}")
+    if plan.layout.gpu is not None and plan.inventory.sites:
         parts.append(f"experts of {len(now.gpu_layers)} of {len(plan.inventory.sites)} layers on the GPU")
     if now.tier == "disk":
         parts.append(f"{now.ram_share:.0%} of the CPU's experts in main memory, the rest on disk")

@@ -192,10 +192,8 @@ def show(made: Plan) -> None:
         f"{made.model}: {inventory.params / 1e9:.1f} billion weights, {inventory.active_params / 1e9:.2f} "
         f"billion a token, {inventory.layers} layers; on {made.hardware.name}"
     )
-    say(
-        f"experts in {request.expert_format}, dense layers in {layout.dense}, {request.context} tokens x "
-        f"{request.concurrency}"
-    )
+    experts = f"experts in {request.expert_format}, " if inventory.sites else ""
+    say(f"{experts}dense layers in {layout.dense}, {request.context} tokens x {request.concurrency}")
     say()
     console.print(_memory_table(made))
     say()
