@@ -4,7 +4,6 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,6 +18,7 @@
 #include <utility>
 
 #include "context.h"
+#include "faults.h"
 
 namespace hetero {
 namespace {
@@ -38,17 +38,6 @@ enum LaneState : uint32_t { kIdle, kActive, kServed };
 constexpr uint64_t make_turn(uint64_t generation, Duty duty) { return generation << 2 | duty; }
 constexpr Duty duty_of(uint64_t turn) { return static_cast<Duty>(turn & 3); }
 
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
-}
-
-void nap(int64_t ns) {
-  const timespec t = {ns / 1'000'000'000, ns % 1'000'000'000};
-  nanosleep(&t, nullptr);
-}
-
 // Waits a little between two looks, the longer it has waited already.
 void ease(int64_t waited) {
   if (waited < kPauseNs) {
@@ -56,12 +45,9 @@ void ease(int64_t waited) {
   } else if (waited < kYieldNs) {
     sched_yield();
   } else {
-    nap(kNapNs);
+    sleep_for(kNapNs);
   }
 }
-
-// A thread that ends without a word, as if it had been killed.
-struct Died {};
 
 }  // namespace
 
@@ -102,11 +88,6 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
     bool dirty = false;  // flags may be set though no step is in flight
     std::string error;
   };
-  struct Fault {
-    Point point;
-    FaultKind kind;
-    int64_t lane, layer, ns;
-  };
 
   uint8_t* memory;
   const ChannelLayout layout;
@@ -128,9 +109,7 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
   int stale = 0, retries = 0;
   uint64_t last_sign = 0;
 
-  std::atomic<bool> faulty{false};
-  std::atomic<int64_t> jitter{0};
-  std::vector<Fault> faults;  // under `mutex`
+  Faults faults;
 
   State(uint8_t* at, const ChannelLayout& shape, std::vector<const Experts*> all, int64_t limit)
       : memory(at), layout(shape), experts(std::move(all)), limit_ns(limit) {
@@ -196,29 +175,7 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
   // -- the worker
 
   void point(Worker& w, Point where, int64_t at, int64_t layer) {
-    if (const int64_t most = jitter.load(std::memory_order_relaxed); most > 0) delay(w, most);
-    if (!faulty.load(std::memory_order_relaxed)) return;
-    std::unique_lock<std::mutex> hold(mutex);
-    for (size_t i = 0; i < faults.size(); ++i) {
-      const Fault f = faults[i];
-      if (f.point != where || (f.lane >= 0 && f.lane != at) || (f.layer >= 0 && f.layer != layer)) continue;
-      faults.erase(faults.begin() + static_cast<std::ptrdiff_t>(i));
-      faulty.store(!faults.empty());
-      hold.unlock();
-      if (f.kind == FaultKind::kThrow) throw std::runtime_error("a fault that a test asked for");
-      if (f.kind == FaultKind::kDie) throw Died();
-      nap(f.ns);
-      return;
-    }
-  }
-
-  void delay(Worker& w, int64_t most) {
-    w.random = w.random * 6364136223846793005u + 1442695040888963407u;
-    const uint64_t r = w.random >> 33;
-    if (r % 4 == 0) sched_yield();
-    if (r % 4 != 1) return;
-    const int64_t until = now_ns() + static_cast<int64_t>((r >> 2) % static_cast<uint64_t>(most));
-    while (now_ns() < until) __builtin_ia32_pause();
+    faults.strike(where, at, layer, &w.random);
   }
 
   // The lane whose next layer is ready, or that is to be let go; -1: none.
@@ -280,19 +237,19 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
       tell_served();
       return move(w, kPublish, kPoll);
     }
-    const int64_t layer = w.next[i], seen = now_ns();
+    const int64_t layer = w.next[i], seen = monotonic_ns();
     point(w, Point::kSeen, at, layer);
     if (!move(w, kPoll, kWork)) return false;
     w.beat.fetch_add(1, std::memory_order_relaxed);
     std::string error;
-    const int64_t began = now_ns();
+    const int64_t began = monotonic_ns();
     try {
       work(w, at, layer);
     } catch (const std::exception& e) {
       w.inside.store(nullptr, std::memory_order_release);
       error = "layer " + std::to_string(layer) + ": " + e.what();
     }
-    const int64_t ended = now_ns();
+    const int64_t ended = monotonic_ns();
     w.beat.fetch_add(1, std::memory_order_relaxed);
     if (!move(w, kWork, kPublish)) return false;
     point(w, Point::kPublish, at, layer);
@@ -305,7 +262,7 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
       std::memcpy(result(at, layer), w.out.data(), static_cast<size_t>(rows * layout.hidden) * 4);
       flag(layout.submit(at, layer)).store(0, std::memory_order_relaxed);
       flag(layout.done(at, layer)).store(1, std::memory_order_release);
-      const int64_t published = now_ns();
+      const int64_t published = monotonic_ns();
       Times& t = l.times[static_cast<size_t>(layer)];
       t.looked.store(w.looked[i], std::memory_order_relaxed);
       t.seen.store(seen, std::memory_order_relaxed);
@@ -359,21 +316,21 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
   void run(Worker& w) {
     w.tid.store(static_cast<pid_t>(syscall(SYS_gettid)));
     arrive(w);
-    int64_t since = now_ns();
+    int64_t since = monotonic_ns();
     while (turn.load(std::memory_order_acquire) == make_turn(w.generation, kPoll)) {
       w.beat.fetch_add(1, std::memory_order_relaxed);
       meet_lanes(w);
       const int64_t at = ready(w);
       if (at >= 0) {
         if (!serve(w, at)) break;
-        since = now_ns();
+        since = monotonic_ns();
       } else if (stop.load(std::memory_order_relaxed)) {
         break;
       } else if (!any_active()) {
         sleep(w);
-        since = now_ns();
+        since = monotonic_ns();
       } else {
-        ease(now_ns() - since);
+        ease(monotonic_ns() - since);
       }
     }
     w.left.store(true, std::memory_order_release);
@@ -389,7 +346,7 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
     fresh->step.resize(static_cast<size_t>(layout.lanes));
     fresh->next.resize(static_cast<size_t>(layout.lanes));
     fresh->looked.resize(static_cast<size_t>(layout.lanes));
-    fresh->random = static_cast<uint64_t>(now_ns());
+    fresh->random = static_cast<uint64_t>(monotonic_ns());
     turn.store(make_turn(fresh->generation, kPoll), std::memory_order_release);
     try {
       start_thread("hetero-handoff", [self = shared_from_this(), fresh] {
@@ -557,7 +514,7 @@ void Channel::begin(int64_t at, int64_t rows) {
   l.abort.store(false);
   l.rows.store(rows);
   l.next.store(0);
-  l.since.store(now_ns());
+  l.since.store(monotonic_ns());
   l.step.fetch_add(1);
   for (int64_t i = 0; i < s.layout.layers; ++i) l.times[static_cast<size_t>(i)].published.store(0);
   if (!s.any_active()) s.stale = s.retries = 0;
@@ -623,12 +580,10 @@ bool Channel::close() {
 }
 
 void Channel::inject(Point point, FaultKind kind, int64_t lane, int64_t layer, int64_t ns) {
-  std::lock_guard<std::mutex> hold(state_->mutex);
-  state_->faults.push_back({point, kind, lane, layer, ns});
-  state_->faulty.store(true);
+  state_->faults.add({point, kind, lane, layer, ns});
 }
 
-void Channel::jitter(int64_t ns) { state_->jitter.store(ns); }
+void Channel::jitter(int64_t ns) { state_->faults.jitter(ns); }
 
 int64_t Channel::workers() const {
   std::lock_guard<std::mutex> hold(state_->mutex);
@@ -641,7 +596,8 @@ void host_submit(void* flag) {
 
 void host_collect(void* flag) {
   std::atomic<uint32_t>& done = *static_cast<std::atomic<uint32_t>*>(flag);
-  for (const int64_t start = now_ns(); done.load(std::memory_order_acquire) == 0;) ease(now_ns() - start);
+  for (const int64_t start = monotonic_ns(); done.load(std::memory_order_acquire) == 0;)
+    ease(monotonic_ns() - start);
   done.store(0, std::memory_order_release);
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "faults.h"
 #include "moe.h"
 
 namespace hetero {
@@ -41,10 +42,6 @@ struct ChannelLayout {
     return line(ids_bytes(rows)) + line(rows * slots * 4) + line(x_bytes(rows)) + line(rows * hidden * 4);
   }
 };
-
-// Where a fault of a test strikes, in the order in which the worker gets there.
-enum class Point : int32_t { kSeen, kWork, kComputed, kPublish, kPublished };
-enum class FaultKind : int32_t { kThrow, kStall, kDie };
 
 // Times of one layer's hand-off, nanoseconds of CLOCK_MONOTONIC.
 struct LayerTimes {
