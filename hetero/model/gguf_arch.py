@@ -2,7 +2,8 @@
 
 A line of it says which type of transformers runs an architecture, where its tensors go in that tree, what
 the converter did to them, and which fields of the configuration its metadata give. The conventions are those
-of llama.cpp's conversion scripts.
+of llama.cpp's conversion scripts. The module is long because it is one table, a line of which is best read
+beside the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A model's configuration, as transformers spells it, from the metadata of a GGUF file.
 
 What metadata do not say, layer by layer, is read off the tensors that are there: which layers have experts,
-attention, a recurrence, a bias.
+attention, a recurrence, a bias. The functions that do so stand in one module with what they fill in, since
+each is a few lines on the same half-read configuration.
 """
 
 from __future__ import annotations

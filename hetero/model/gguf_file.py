@@ -2,7 +2,7 @@
 
 Everything that metadata and tensor infos can tell is checked against the file's size before a weight is
 read. Nothing is mapped, so a file that is too short is a message and never a SIGBUS, and no count is believed
-before the file is known to be large enough for it.
+before the file is known to be large enough for it. The whole scan is one module, in the order of a file.
 """
 
 from __future__ import annotations
