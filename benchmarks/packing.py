@@ -1,6 +1,7 @@
 """Measure how fast experts are packed, how fast a start from a file of packed experts is, and peak memory.
 
     python benchmarks/packing.py --gib 2 --formats int8 int4 bf16 --json results.json
+    python benchmarks/packing.py --reads 12
 
 A checkpoint in bfloat16 is written to --folder, and read past or out of the page cache: its pages are dropped
 before each run. Each figure is of a process of its own, the best of --rounds, beside two yardsticks of the
@@ -111,6 +112,48 @@ def measured(kind: str, folder: Path, rules: Path, cache: Path, rounds: int) -> 
     return best
 
 
+def reads(folder: Path, rounds: int) -> dict[str, Any]:
+    """Plain direct reads of a file of packed experts and reads into fresh arenas, in turns."""
+    import torch
+
+    from hetero.core import ExpertSpec
+    from hetero.cpu import CpuExperts, checksum
+    from hetero.formats import parse_format
+    from tests.store.made import empty, written
+
+    spec = ExpertSpec(64, 2048, 1024, 4)
+    experts = CpuExperts(spec, parse_format("int8"))
+    for part, shape in (("gate", (1024, 2048)), ("up", (1024, 2048)), ("down", (2048, 1024))):
+        experts.put(0, part, torch.randn(shape) * 0.02)  # type: ignore[arg-type]
+    for expert in range(1, spec.num_experts):
+        experts.copy_expert(0, expert)
+    shutil.rmtree(folder, ignore_errors=True)
+    path = folder / "x.hpack"
+    file = written(path, [experts])
+    nbytes, view = file.manifest.nbytes, experts.view(0, spec.num_experts)
+    assert view is not None
+    cpu = time.process_time()
+    checksum(view)
+    sums = nbytes / (time.process_time() - cpu)
+    found = []
+    for _ in range(rounds):
+        drop(path)
+        disk, fresh = disk_read(path), empty(experts)
+        drop(path)
+        began, cpu = time.perf_counter(), time.process_time()
+        file.read_block(0, fresh)
+        start, cpu = nbytes / (time.perf_counter() - began), nbytes / (time.process_time() - cpu)
+        print(
+            f"disk {disk / 1e9:.2f} GB/s, start {start / 1e9:.2f} GB/s ({start / disk:.0%}), "
+            f"{cpu / 1e9:.1f} GB a second of processor time"
+        )
+        found.append({"disk": disk, "start": start, "share": start / disk, "cpu": cpu})
+    shutil.rmtree(folder)
+    shares = sorted(one["share"] for one in found)
+    print(f"median {shares[len(shares) // 2]:.0%}; checksums {sums / 1e9:.1f} GB a second of processor time")
+    return {"bytes": nbytes, "checksum_cpu": sums, "rounds": found}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", nargs=4, metavar="X", help=argparse.SUPPRESS)
@@ -118,11 +161,17 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["int8", "int4", "bf16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/hetero-packing"))
+    parser.add_argument("--reads", type=int, default=0, metavar="ROUNDS", help="reads of a packed file alone")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.child:
         kind, folder, rules, cache = args.child
         print(json.dumps(child(kind, Path(folder), Path(rules), Path(cache))))
+        return
+    if args.reads:
+        made = reads(args.folder, args.reads)
+        if args.json:
+            args.json.write_text(json.dumps(made, indent=1) + "\n")
         return
     from tests.store.large import large
 
