@@ -488,3 +488,23 @@ def _reference(folder: Path, tensors: dict[str, Tensor]) -> Any:
 
     loaded = AutoConfig.from_pretrained(plain)
     return choose_class(loaded).cls.from_pretrained(plain, dtype=torch.float32).eval()
+
+
+def write_packed_fp8(folder: Path, config: Any) -> Written:
+    """A random model whose packed experts are FP8 in blocks, the rest plain."""
+    chosen = choose_class(config)
+    model = tiny_model(chosen.cls, chosen.config, seed=int(torch.randint(2**31, ())))
+    model.save_pretrained(folder)
+    plain = load_file(folder / "model.safetensors")
+    stored, values, dequantised = dict(plain), {}, dict(plain)
+    for name, tensor in plain.items():
+        if tensor.ndim == 3 and min(tensor.shape[1:]) >= 128:
+            made = [fp8_blocks(128, 128)(expert) for expert in tensor]
+            stored[name] = torch.stack([parts["weight"].view(torch.uint8) for parts, _ in made]).view(
+                torch.float8_e4m3fn
+            )
+            stored[f"{name}_scale_inv"] = torch.stack([parts["weight_scale_inv"] for parts, _ in made])
+            values[name] = torch.stack([value for _, value in made])
+            dequantised[name] = values[name].float()
+    write_files(folder, stored, SCHEMES["fp8"].config)
+    return Written(folder, values, set(plain), _reference(folder, dequantised))

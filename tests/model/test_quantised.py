@@ -15,7 +15,14 @@ from hetero.model.loader import load, plan_load
 from hetero.model.sources import open_source
 from hetero.quant.pack import dequantise, pack_codes
 from tests.model.checkpoints import Kept, expected_parts
-from tests.model.quantised import SCHEMES, Written, small_config, write_gpt_oss, write_quantised
+from tests.model.quantised import (
+    SCHEMES,
+    Written,
+    small_config,
+    write_gpt_oss,
+    write_packed_fp8,
+    write_quantised,
+)
 
 
 class Packed(Kept):
@@ -107,3 +114,13 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     written = write_gpt_oss(tmp_path)
     check_model(written)
     check_experts(written, "mxfp4")
+
+
+@pytest.mark.parametrize("model_type", ["granitemoe", "aria_text"])
+def test_packed_experts_in_fp8(model_type: str, tmp_path: Path) -> None:
+    """[E, 2 n, k], and transposed, where tiles of 128 x 128 are turned with their codes."""
+    config = small_config(model_type, num_experts_per_tok=2, moe_num_experts=4, moe_topk=2)
+    written = write_packed_fp8(tmp_path, config)
+    assert any(values.ndim == 3 for values in written.values.values())
+    check_model(written)
+    check_experts(written, "fp8")
