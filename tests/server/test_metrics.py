@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from hetero.server.metrics import Metrics
 from tests.server.serving import TEXT, serving, tokenizer
 
 
@@ -17,3 +18,15 @@ def test_prompt_tokens_that_were_known_count_as_looked_up() -> None:
     assert known["cached_tokens"] == size - 1
     assert told["prompt_tokens_total"] == told["prefix_cache_queries_total"] == 2 * size
     assert told["prefix_cache_hits_total"] == size - 1
+
+
+def test_the_disk_tier_tells_hits_misses_and_waiting() -> None:
+    metrics = Metrics()
+    metrics.cached(lambda: (7, 3, 0.5))
+    text = metrics.text().decode()
+    for line in (
+        "hetero:expert_cache_hits_total 7.0",
+        "hetero:expert_cache_misses_total 3.0",
+        "hetero:expert_disk_wait_seconds_total 0.5",
+    ):
+        assert line in text.splitlines()
