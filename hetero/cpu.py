@@ -77,10 +77,15 @@ def pick_isa(name: str = "auto") -> str:
     return chosen
 
 
+def tiles_refused() -> bool:
+    """Whether the operating system refuses this process the AMX tiles that the processor has."""
+    return _cpu.kernels.features()["amx_denied"]
+
+
 @cache
 def _tell_refused_tiles(best: str) -> None:
-    """One log line in a process whose operating system refuses it the AMX tiles that the processor has."""
-    if _cpu.kernels.features()["amx_denied"]:
+    """One log line in a process that has no tiles though the processor does."""
+    if tiles_refused():
         log.warning("the operating system refuses this process AMX tiles (arch_prctl); %s is used", best)
 
 

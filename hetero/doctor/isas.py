@@ -63,7 +63,7 @@ def main() -> None:
     """Run 16 rows through every set: by contract all give the same bits."""
     import torch
 
-    from hetero import _cpu, cpu
+    from hetero import cpu
     from hetero.core import ExpertSpec
     from hetero.cpu import CpuExperts
     from hetero.formats import parse_format
@@ -72,7 +72,7 @@ def main() -> None:
         sys.stdout.write(json.dumps(fields) + "\n")
         sys.stdout.flush()
 
-    if _cpu.kernels.features().get("amx_denied"):
+    if cpu.tiles_refused():
         say(isa="amx", error="denied")
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
