@@ -13,11 +13,11 @@ enum class Scale : uint8_t { kNone, kHalf, kTiles, kE8m0, kE4m3, kUnsigned, kSig
 enum class Beside : uint8_t { kNothing, kMinima, kZeros, kMatrix, kSuper, kSuperMinima };
 
 struct Traits {
-  uint8_t bits;      // of a code in a block
+  uint8_t bits;      // of a code in a block: 2 to 6 and 8
   uint8_t group;     // 0: 32, 64 or 128, or none for floats
   uint8_t zero;      // decoded code of the number zero
   uint8_t most;      // largest decoded code
-  bool table;        // the 4 bits are a place in a table, not the code itself
+  bool table;        // a code is a place in a table, not the number
   uint8_t valid[2];  // lowest and highest code that packing takes
   uint8_t offset;    // what packing takes off codes
   Scale scale;
@@ -38,18 +38,18 @@ constexpr Traits kTraits[kFormats] = {
     {8, 0, 0, 255, false, {0, 255}, 0, Scale::kHalf, Beside::kZeros},           // int8z
     {4, 32, 128, 255, true, {0, 15}, 0, Scale::kHalf, Beside::kNothing},        // iq4_nl
     {4, 32, 0, 15, false, {0, 15}, 0, Scale::kUnsigned, Beside::kSuperMinima},  // q4_k
-    {8, 32, 0, 31, false, {0, 31}, 0, Scale::kUnsigned, Beside::kSuperMinima},  // q5_k
-    {4, 16, 0, 3, false, {0, 3}, 0, Scale::kUnsigned, Beside::kSuperMinima},    // q2_k
-    {4, 16, 8, 15, false, {4, 11}, 0, Scale::kSigned, Beside::kSuper},          // q3_k
-    {8, 16, 32, 63, false, {96, 159}, 96, Scale::kSigned, Beside::kSuper},      // q6_k
+    {5, 32, 0, 31, false, {0, 31}, 0, Scale::kUnsigned, Beside::kSuperMinima},  // q5_k
+    {2, 16, 0, 3, false, {0, 3}, 0, Scale::kUnsigned, Beside::kSuperMinima},    // q2_k
+    {3, 16, 4, 7, false, {4, 11}, 4, Scale::kSigned, Beside::kSuper},           // q3_k
+    {6, 16, 32, 63, false, {96, 159}, 96, Scale::kSigned, Beside::kSuper},      // q6_k
     {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq4_xs
     {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq3_xxs
     {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq3_s
     {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq2_xxs
-    {4, 16, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq2_xs
-    {4, 16, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq2_s
+    {3, 16, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq2_xs
+    {3, 16, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq2_s
     {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq1_s
-    {4, 16, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq1_m
+    {3, 16, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq1_m
 };
 
 constexpr int64_t kSuperGroup = 256;  // k that share d and dmin
@@ -59,11 +59,12 @@ constexpr bool has_super(const Traits& t) {
   return t.beside == Beside::kSuper || t.beside == Beside::kSuperMinima;
 }
 
-// A table's numbers plus its zero. hetero/quant/iq_tables.py says where those of the iq types come from; a
-// code that stands for nothing is a zero.
+// A table's numbers by stored code, plus its zero. Where 3 bits are stored they are bits 0, 1 and 3 of the
+// code. hetero/quant/iq_tables.py says where those of the iq types come from; a code that stands for nothing
+// is a zero.
 struct Table {
   alignas(16) uint8_t codes[16];
-  uint16_t used;  // bit by code
+  uint16_t used;  // bit by code, as packing takes it
   float factor;   // what an integer scale counts beside d
 };
 constexpr Table kE2m1 = {{12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}, 0xffff, 0.5f};
@@ -74,9 +75,9 @@ constexpr Table kIq3Even = {
 constexpr Table kIq3Odd = {
     {129, 131, 133, 135, 137, 139, 141, 143, 127, 125, 123, 121, 119, 117, 115, 113}, 0xffff, 1.0f};
 constexpr Table kIq2 = {
-    {136, 153, 171, 128, 128, 128, 128, 128, 120, 103, 85, 128, 128, 128, 128, 128}, 0x0707, 0.125f};
+    {136, 153, 171, 128, 120, 103, 85, 128, 128, 128, 128, 128, 128, 128, 128, 128}, 0x0707, 0.125f};
 constexpr Table kIq1 = {
-    {121, 129, 137, 128, 128, 128, 128, 128, 119, 127, 135, 128, 128, 128, 128, 128}, 0x0707, 0.125f};
+    {121, 129, 137, 128, 119, 127, 135, 128, 128, 128, 128, 128, 128, 128, 128, 128}, 0x0707, 0.125f};
 
 inline const Table& table_of(int32_t format) {
   switch (format) {
@@ -108,7 +109,8 @@ struct Codes {
   static constexpr int kGroupBytes = kOf.bits * 64, kZero = kOf.zero, kMost = kOf.most;
   static constexpr int kParts = kOf.group == 16 ? 2 : 1;
   static constexpr int kScaleBytes = kOf.scale == Scale::kHalf ? 2 : 1;
-  static constexpr bool kBytes = kOf.bits == 8, kTable = kOf.table, kFixed = kOf.group != 0;
+  static constexpr int kBits = kOf.bits;
+  static constexpr bool kBytes = kBits == 8, kTable = kOf.table, kFixed = kOf.group != 0;
   static constexpr bool kZeros = kOf.beside == Beside::kZeros, kMinima = kOf.beside == Beside::kMinima;
   static constexpr bool kSuper = has_super(kOf), kSuperMinima = kOf.beside == Beside::kSuperMinima;
   static constexpr bool kMinimum = kMinima || kSuperMinima;

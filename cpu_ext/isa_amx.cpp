@@ -92,6 +92,7 @@ struct Tiles {
   template <int Format>
   class Decoder {
     using C = Codes<Format>;
+    static constexpr bool kPlanes = C::kBits != 4 && C::kBits != 8;
     static constexpr bool kExact = Format == kMxfp4 || Format == kNvfp4;  // bf16 holds the products
 
    public:
@@ -116,6 +117,7 @@ struct Tiles {
     void begin(int64_t c, uint16_t* to) {
       at_ = codes_ + c * chunk_bytes<Format>();
       to_ = to;
+      if constexpr (kPlanes) unpacked_ = V::planes<Format>(at_);
       const int64_t group = c >> shift_;
       if constexpr (Format == kFp8) {
         scale_[0] = V::set1(float_at(scales_ + group * 4) * 256.0f);
@@ -160,10 +162,17 @@ struct Tiles {
           store_rounded(to, V::mul(w[0], scale), V::mul(w[1], scale));
           store_rounded(to + 32, V::mul(w[2], scale), V::mul(w[3], scale));
         }
-      } else if constexpr (C::kBytes) {
+      } else if constexpr (C::kTable && kPlanes) {
+        for (int half = 0; half < 2; half++, to += 64) {
+          const __m512i x = unpacked_.v[2 * i + half];
+          store_pair(to, number<0>(x, scale), number<8>(x, scale));
+          store_pair(to + 32, number<16>(x, scale), number<24>(x, scale));
+        }
+      } else if constexpr (C::kBytes || kPlanes) {
         const __m512 shift15 = shift15_[part];
         for (int half = 0; half < 2; half++, to += 64) {
-          const __m512i x = _mm512_loadu_si512(at_ + 128 * i + 64 * half);
+          const __m512i x =
+              kPlanes ? unpacked_.v[2 * i + half] : _mm512_loadu_si512(at_ + 128 * i + 64 * half);
           store_pair(to, value<15, 0xff00>(_mm512_slli_epi32(x, 8), scale, shift15),
                      value<15, 0xff00>(x, scale, shift15));
           store_pair(to + 32, value<15, 0xff00>(_mm512_srli_epi32(x, 8), scale, shift15),
@@ -202,6 +211,7 @@ struct Tiles {
     const uint8_t *codes_, *scales_, *beside_, *at_ = nullptr;
     const int shift_;
     uint16_t* to_ = nullptr;
+    V::W unpacked_;
     __m512 numbers_, centre_, scale_[2], shift15_[2], shift11_[2], shift7_[2];
   };
 };

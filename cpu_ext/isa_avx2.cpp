@@ -113,9 +113,72 @@ struct Avx2 {
     if (!Codes<Format>::kTable) return code;
     return _mm256_shuffle_epi8(sums_fit<Format>(1) ? table : flipped(table), code);
   }
+  // The bits of Mask of `bits`, beside those of `others`.
+  template <uint8_t Mask>
+  static I joined(I bits, I others) {
+    return _mm256_or_si256(_mm256_and_si256(bits, _mm256_set1_epi8(static_cast<char>(Mask))), others);
+  }
+  // Codes of 2, 3, 5 and 6 bits, see kernels.h. `moved` brings a plane's bit From to bit To of a byte.
+  template <int From, int To>
+  static I moved(I x) {
+    if constexpr (From > To) return _mm256_srli_epi16(x, From - To);
+    if constexpr (From < To) return _mm256_slli_epi16(x, To - From);
+    return x;
+  }
+  template <int To, int Step>
+  static void add_pairs(const uint8_t* p, W& r) {  // a plane of 2 bits
+    constexpr uint8_t kMask = 3 << To;
+    const I x = raw(p + Step / 4 * 64);
+    r.v[Step] = joined<kMask>(moved<0, To>(x), r.v[Step]);
+    r.v[Step + 1] = joined<kMask>(moved<2, To>(x), r.v[Step + 1]);
+    r.v[Step + 2] = joined<kMask>(moved<4, To>(x), r.v[Step + 2]);
+    r.v[Step + 3] = joined<kMask>(moved<6, To>(x), r.v[Step + 3]);
+  }
+  template <int To>
+  static void add_bits(const uint8_t* p, W& r) {  // a plane of 1 bit
+    constexpr uint8_t kMask = 1 << To;
+    const I x = raw(p);
+    r.v[0] = joined<kMask>(moved<0, To>(x), r.v[0]);
+    r.v[1] = joined<kMask>(moved<1, To>(x), r.v[1]);
+    r.v[2] = joined<kMask>(moved<2, To>(x), r.v[2]);
+    r.v[3] = joined<kMask>(moved<3, To>(x), r.v[3]);
+    r.v[4] = joined<kMask>(moved<4, To>(x), r.v[4]);
+    r.v[5] = joined<kMask>(moved<5, To>(x), r.v[5]);
+    r.v[6] = joined<kMask>(moved<6, To>(x), r.v[6]);
+    r.v[7] = joined<kMask>(moved<7, To>(x), r.v[7]);
+  }
+  template <int Format>
+  static W planes(const uint8_t* p) {
+    constexpr int kBits = Codes<Format>::kBits, kLow = kBits > 4 ? 4 : 2;
+    W r;
+    if constexpr (kLow == 4) {
+      const I low = _mm256_set1_epi8(15);
+      for (int i = 0; i < 4; i++) {
+        const I both = raw(p + 64 * i);
+        r.v[2 * i] = _mm256_and_si256(both, low);
+        r.v[2 * i + 1] = _mm256_and_si256(moved<4, 0>(both), low);
+      }
+    } else {
+      for (int i = 0; i < 8; i++) r.v[i] = _mm256_setzero_si256();
+      add_pairs<0, 0>(p, r);
+      add_pairs<0, 4>(p, r);
+    }
+    const uint8_t* high = p + 64 * kLow;
+    if constexpr (kBits == 6) {
+      add_pairs<4, 0>(high, r);
+      add_pairs<4, 4>(high, r);
+    }
+    if constexpr (kBits % 2) add_bits<kLow>(high, r);
+    return r;
+  }
   template <int Format>
   static W decode(const uint8_t* p, Lookup table) {
     W r;
+    if constexpr (!Codes<Format>::kBytes && Codes<Format>::kBits != 4) {
+      r = planes<Format>(p);
+      for (int i = 0; i < 8; i++) r.v[i] = number<Format>(r.v[i], table);
+      return r;
+    }
     if (Codes<Format>::kBytes) {
       for (int i = 0; i < 8; i++) r.v[i] = sums_fit<Format>(1) ? raw(p + 64 * i) : flipped(raw(p + 64 * i));
     } else {

@@ -15,9 +15,16 @@ namespace hetero {
 //   int4  16 rows x 4 bytes            a step is 8 k; byte j holds k0+j in the low nibble, k0+4+j in the high
 //   fp8   16 rows x 4 codes            a step is 4 k; E4M3 (no infinities), 0x7f and 0xff never occur
 //   mxfp4, nvfp4   as int4; codes are E2M1: bit 3 is the sign, bits 0-2 are 0 0.5 1 1.5 2 3 4 6
-//   int8a, int8z, q5_k   as int8, code as it is (q5_k: 5 bits); q6_k   as int8, code = value + 32
-//   int4z, q4_k, q2_k    as int4, code as it is (q2_k: 2 bits); q3_k   as int4, code = value + 8
-//   iq types             as int4; a code is a place in the type's table of 16 (codes.h)
+//   int8a, int8z    as int8, code as it is
+//   int4z, q4_k, iq4_nl, iq4_xs, iq3_xxs, iq3_s   as int4; of the iq types a code is a place in a table of 16
+//   q2_k            2 bits; q5_k 5 bits; q3_k 3 bits, value + 4; q6_k 6 bits, value + 32
+//   iq2 and iq1 types   a place in a table of 8, bits 0, 1 and 3 of the code (codes.h); 3 bits, of groups of
+//   32 k 4
+// Codes of 2, 3, 5 and 6 bits lie in planes, 32 k of them together: of each plane 64 bytes a step, the 4
+// bytes of a row of 4 k as above, with the number s of a step of 4 k:
+//   low 4 bits (5, 6)   4 steps: as int4
+//   2 bits              2 steps: bits 2j and 2j+1 of step i are those of s = 4i+j (low of 2 and 3, high of 6)
+//   1 bit               1 step: bit s is that of s (high of 3 and 5)
 // The codes of the whole block come first (k_pad / k_per_step steps), then at scale_offset the scales:
 //   int8, int4, int4a   fp16 [k_pad/group][16]; then, for int4a, fp16 minima [k_pad/group][16] at min_offset
 //   fp8                 float32 [k_pad/128]: the scales of blocks of 128 x 128 of the matrix, of which every

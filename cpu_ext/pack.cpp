@@ -560,24 +560,63 @@ void interleave(const uint8_t* const* rows, int64_t count, int64_t padded, uint8
   }
 }
 
-// Codes of `size` k (a multiple of 8) of a row as it is stored: 8 k are 8 or 4 bytes in steps of 64.
-template <bool Bytes>
-void store_row(const uint8_t* codes, int64_t size, uint8_t less, uint8_t* out) {
-  const uint64_t all = less * 0x0101010101010101ull;
-  for (int64_t i = 0; i < size; i += 8) {
-    uint64_t eight;
-    memcpy(&eight, codes + i, 8);
-    eight -= all;  // no code is below what is taken off
-    const uint32_t first = static_cast<uint32_t>(eight), second = static_cast<uint32_t>(eight >> 32);
-    if (Bytes) {
-      memcpy(out, &first, 4);
-      memcpy(out + 64, &second, 4);
-      out += 128;
-    } else {
-      const uint32_t both = first | second << 4;
-      memcpy(out, &both, 4);
-      out += 64;
+inline uint32_t four_codes(const uint8_t* codes) {
+  uint32_t four;
+  memcpy(&four, codes, 4);
+  return four;
+}
+
+inline void put_four(uint8_t* to, uint32_t four) { memcpy(to, &four, 4); }
+
+// Codes of 32 k of a row into the block's steps of 64 bytes; kernels.h has the planes.
+template <int Bits, bool Table>
+void store_group(const uint8_t* codes, uint32_t less, uint8_t* out) {
+  uint32_t c[8];
+  for (int s = 0; s < 8; s++) {
+    c[s] = four_codes(codes + 4 * s) - less;  // no code is below what is taken off
+    if (Table) c[s] = (c[s] & 0x03030303u) | (c[s] >> 1 & 0x04040404u);
+  }
+  constexpr int kLow = Bits == 8 ? 8 : Bits >= 4 ? 4 : 2;
+  constexpr uint32_t kMask = (kLow == 4 ? 15u : 3u) * 0x01010101u;
+  if (kLow == 8)
+    for (int s = 0; s < 8; s++) put_four(out + 64 * s, c[s]);
+  if (kLow == 4)
+    for (int i = 0; i < 4; i++) put_four(out + 64 * i, (c[2 * i] & kMask) | (c[2 * i + 1] & kMask) << 4);
+  auto pairs = [&](int shift, uint8_t* to) {
+    for (int i = 0; i < 2; i++) {
+      uint32_t all = 0;
+      for (int j = 0; j < 4; j++) all |= (c[4 * i + j] >> shift & 0x03030303u) << 2 * j;
+      put_four(to + 64 * i, all);
     }
+  };
+  if (kLow == 2) pairs(0, out);
+  if (Bits == 6) pairs(4, out + 64 * kLow);
+  if (Bits == 3 || Bits == 5) {
+    uint32_t all = 0;
+    for (int j = 0; j < 8; j++) all |= (c[j] >> kLow & 0x01010101u) << j;
+    put_four(out + 64 * kLow, all);
+  }
+}
+
+constexpr uint16_t kSixNumbers = 0x0707;
+using StoreFn = void (*)(const uint8_t*, uint32_t, uint8_t*);
+
+StoreFn store_fn(const Layout& layout) {
+  const Traits& t = kTraits[layout.format];
+  const bool six = t.table && table_of(layout.format).used == kSixNumbers;
+  switch (t.bits) {
+    case 2:
+      return store_group<2, false>;
+    case 3:
+      return six ? store_group<3, true> : store_group<3, false>;
+    case 4:
+      return six ? store_group<4, true> : store_group<4, false>;
+    case 5:
+      return store_group<5, false>;
+    case 6:
+      return store_group<6, false>;
+    default:
+      return store_group<8, false>;
   }
 }
 
@@ -586,28 +625,26 @@ void store_row(const uint8_t* codes, int64_t size, uint8_t less, uint8_t* out) {
 void pack_code_rows(const Layout& layout, const CodeRows& rows, uint8_t* out) {
   const Traits& t = kTraits[layout.format];
   const int64_t groups = group_count(layout), real = (layout.k + layout.group - 1) / layout.group;
-  const int64_t whole = layout.k / 8 * 8, rest = layout.k_pad - whole;
+  const int64_t whole = layout.k / kActGroup * kActGroup;
   // Table codes of padding may stand for any number: its scales are zeros, and so are the activations.
   const uint8_t padding = t.table ? 0 : static_cast<uint8_t>(t.zero + t.offset);
+  const StoreFn store = store_fn(layout);
+  const uint32_t less = t.offset * 0x01010101u;
   store_padding(layout, out);
   for (int64_t r = 0; r < kRows; r++) {
     uint8_t* to = out + 4 * r;
-    uint8_t end[kMaxGroup + 8];
+    uint8_t end[kActGroup];
     memset(end, padding, sizeof end);
-    auto store = [&](const uint8_t* codes, int64_t size) {
-      if (t.bits == 8)
-        store_row<true>(codes, size, t.offset, to);
-      else
-        store_row<false>(codes, size, t.offset, to);
-      to += size * t.bits * 2;
-    };
-    if (rows.codes[r] != nullptr) {
-      store(rows.codes[r], whole);
-      memcpy(end, rows.codes[r] + whole, static_cast<size_t>(layout.k - whole));
-      store(end, rest);
-    } else {
-      for (int64_t k = 0; k < layout.k_pad; k += 32) store(end, 32);
+    const uint8_t* codes = rows.codes[r];
+    int64_t k = 0;
+    for (; codes != nullptr && k < whole; k += kActGroup, to += 64 * t.bits) store(codes + k, less, to);
+    if (codes != nullptr && k < layout.k) {
+      memcpy(end, codes + k, static_cast<size_t>(layout.k - k));
+      store(end, less, to);
+      memset(end, padding, sizeof end);
+      k += kActGroup, to += 64 * t.bits;
     }
+    for (; k < layout.k_pad; k += kActGroup, to += 64 * t.bits) store(end, less, to);
   }
   uint8_t *scale = out + layout.scale_offset, *beside = out + layout.min_offset;
   if (t.scale == Scale::kTiles) return static_cast<void>(memcpy(scale, rows.scales[0], real * 4));
@@ -644,11 +681,22 @@ void pack_codes_block(const Layout& layout, int64_t block, const Quantised& q, u
 
 namespace {
 
+// A code in the steps of 32 k at p, those of its row and its place among 4 k; `s` is the number of these 4 k.
+int stored_code(int bits, const uint8_t* p, int64_t s) {
+  if (bits == 8) return p[64 * s];
+  const bool nibbles = bits >= 4;
+  const int low = nibbles ? p[64 * (s / 2)] >> s % 2 * 4 & 15 : p[64 * (s / 4)] >> s % 4 * 2 & 3;
+  const uint8_t* high = p + 64 * (nibbles ? 4 : 2);
+  if (bits == 6) return low | (high[64 * (s / 4)] >> s % 4 * 2 & 3) << 4;
+  if (bits % 2 == 0) return low;
+  return low | (high[0] >> s & 1) << (nibbles ? 4 : 2);
+}
+
 // Decodes a value of the formats that only keep the values of checkpoints.
 float kept_value(const Layout& layout, const uint8_t* w, int64_t r, int64_t k) {
   const Traits& t = kTraits[layout.format];
-  const int code =
-      t.bits == 8 ? w[k / 4 * 64 + r * 4 + k % 4] : w[k / 8 * 64 + r * 4 + k % 4] >> (k % 8 < 4 ? 0 : 4) & 15;
+  const uint8_t* steps = w + k / kActGroup * 64 * t.bits + r * 4 + k % 4;
+  const int code = stored_code(t.bits, steps, k % kActGroup / 4);
   const Table& table = table_of(layout.format);
   int number = (t.table ? table.codes[code] : code) - t.zero;
   const int64_t g = k / layout.group;

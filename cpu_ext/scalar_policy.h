@@ -149,8 +149,19 @@ struct Scalar {
   template <int Format>
   static W decode(const uint8_t* p, Lookup table) {
     W r;
-    if (Codes<Format>::kBytes) {
+    using C = Codes<Format>;
+    if (C::kBytes) {
       memcpy(r.v, p, 512);
+    } else if (C::kBits != 4) {
+      constexpr int kLow = C::kBits >= 4 ? 4 : 2;
+      const uint8_t* high = p + 64 * kLow;
+      for (int s = 0; s < 8; s++)
+        for (int i = 0; i < 64; i++) {
+          int code = kLow == 4 ? p[64 * (s / 2) + i] >> s % 2 * 4 & 15 : p[64 * (s / 4) + i] >> s % 4 * 2 & 3;
+          if (C::kBits == 6) code |= (high[64 * (s / 4) + i] >> s % 4 * 2 & 3) << 4;
+          if (C::kBits % 2) code |= (high[i] >> s & 1) << kLow;
+          r.v[s][i] = C::kTable ? table[code] : static_cast<uint8_t>(code);
+        }
     } else {
       for (int step = 0; step < 4; step++)
         for (int i = 0; i < 64; i++) {

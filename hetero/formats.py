@@ -47,18 +47,18 @@ _KINDS = {
     "int8z": _Kind(8, 24, kept_only=True),
     "iq4_nl": _Kind(4, 16, 32, kept_only=True),
     "q4_k": _Kind(4, 16, 32, 2, kept_only=True),
-    "q5_k": _Kind(8, 16, 32, 2, kept_only=True),
-    "q2_k": _Kind(4, 16, 16, 2, kept_only=True),
-    "q3_k": _Kind(4, 8, 16, 1, kept_only=True),
-    "q6_k": _Kind(8, 8, 16, 1, kept_only=True),
+    "q5_k": _Kind(5, 16, 32, 2, kept_only=True),
+    "q2_k": _Kind(2, 16, 16, 2, kept_only=True),
+    "q3_k": _Kind(3, 8, 16, 1, kept_only=True),
+    "q6_k": _Kind(6, 8, 16, 1, kept_only=True),
     "iq4_xs": _Kind(4, 8, 32, 1, kept_only=True),
     "iq3_xxs": _Kind(4, 8, 32, 1, kept_only=True),
     "iq3_s": _Kind(4, 8, 32, 1, kept_only=True),
     "iq2_xxs": _Kind(4, 8, 32, 1, kept_only=True),
-    "iq2_xs": _Kind(4, 8, 16, 1, kept_only=True),
-    "iq2_s": _Kind(4, 8, 16, 1, kept_only=True),
+    "iq2_xs": _Kind(3, 8, 16, 1, kept_only=True),
+    "iq2_s": _Kind(3, 8, 16, 1, kept_only=True),
     "iq1_s": _Kind(4, 8, 32, 1, kept_only=True),
-    "iq1_m": _Kind(4, 8, 16, 1, kept_only=True),
+    "iq1_m": _Kind(3, 8, 16, 1, kept_only=True),
 }
 
 CODES = {name: number for number, name in enumerate(_KINDS)}
@@ -119,6 +119,11 @@ class Format:
     def kept_only(self) -> bool:
         """Whether only weights that are quantised so already can be stored: there is no packing of floats."""
         return _KINDS[self.name].kept_only
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a packed code."""
+        return _KINDS[self.name].bits
 
     @property
     def super_scales(self) -> int:

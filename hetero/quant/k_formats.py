@@ -35,7 +35,7 @@ _RANGES = {
     "q3_k": (4, 11, 8),
     "q6_k": (96, 159, 128),
 }
-_STORED_LESS = {"q6_k": 96}  # packed codes are unsigned 6 bits
+_STORED_LESS = {"q3_k": 4, "q6_k": 96}  # packed codes are unsigned 3 and 6 bits
 MOST_SCALE = 63
 """Largest integer scale or minimum: 6 bits, so that products with fp16 and a code are exact in float32. Those
 with a sign reach down to -128, which is exact too. Of q6_k any int8 is: its codes have 5 bits and -32."""
@@ -101,8 +101,44 @@ def check_values(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | Non
         raise InputError(f"a zero is above 15 for {fmt}")
 
 
+def steps_of(fmt: Format, codes: Tensor) -> Tensor:
+    """Stored codes [blocks, 16, k_pad] as the bytes of their steps, uint8 [blocks, bytes]: in planes, see
+    cpu_ext/kernels.h."""
+    c = codes.view(*codes.shape[:2], -1, 8, 4)  # of 32 k: steps of 4
+    planes: list[Tensor] = []
+    for shift, bits, each in _planes(fmt):
+        plane = torch.zeros_like(c[..., ::each, :])
+        for s in range(each):
+            plane |= (c[..., s::each, :] >> shift & (1 << bits) - 1) << bits * s
+        planes.append(plane)
+    # [blocks, 16, groups, steps, 4] -> [blocks, groups, steps, 16, 4]
+    return torch.cat(planes, 3).permute(0, 2, 3, 1, 4).flatten(1)
+
+
+def codes_of(fmt: Format, steps: Tensor, k_pad: int) -> Tensor:
+    """The stored codes [n_pad, k_pad] of ``steps_of``."""
+    raw = steps.reshape(steps.shape[0], k_pad // 32, -1, BLOCK_ROWS, 4).permute(0, 3, 1, 2, 4)
+    codes = torch.zeros(*raw.shape[:3], 8, 4, dtype=torch.uint8)
+    at = 0
+    for shift, bits, each in _planes(fmt):
+        plane = raw[..., at : at + 8 // each, :]
+        for s in range(each):
+            codes[..., s::each, :] |= (plane >> bits * s & (1 << bits) - 1) << shift
+        at += 8 // each
+    return codes.reshape(-1, k_pad)
+
+
+def _planes(fmt: Format) -> list[tuple[int, int, int]]:
+    """Lowest bit, bits, and how many steps of 4 k share a byte: of each plane."""
+    low = fmt.code_bits if fmt.code_bits in (4, 8) else 4 if fmt.code_bits > 4 else 2
+    high = fmt.code_bits - low
+    return [(0, low, 8 // low)] + ([(low, high, 8 // high)] if high else [])
+
+
 def stored_codes(fmt: Format, codes: Tensor) -> Tensor:
-    """Codes as the packed blocks hold them."""
+    """Codes as the packed blocks hold them; of a table of six numbers bits 0, 1 and 3 side by side."""
+    if fmt.name.startswith(("iq2", "iq1")):
+        return codes & 3 | codes >> 1 & 4
     return codes - _STORED_LESS.get(fmt.name, 0)
 
 
@@ -124,7 +160,10 @@ def values(fmt: Format, blocks: Tensor, codes: Tensor, start: int) -> Tensor:
         return of_group.repeat_interleave(size, 1)[:, :k_pad]
 
     if fmt.name in TABLES:
-        number = torch.tensor(TABLES[fmt.name], dtype=torch.float32)[codes.long()]
+        table = torch.tensor(TABLES[fmt.name], dtype=torch.float32)
+        number = table[
+            (codes & 3 | (codes & 4) << 1 if fmt.name.startswith(("iq2", "iq1")) else codes).long()
+        ]
     else:
         number = (codes.int() - zero_code(fmt)).float()
     if not fmt.super_scales:

@@ -20,7 +20,7 @@ INT4_DIVISORS = (-8.0, -8.5, -7.2, -8.2, -7.8, -8.9, -9.4)
 
 _HALF_MAX = 65504.0
 _ZERO = {"int8": 128, "int4": 8}
-_BYTE_CODES = ("int8", "fp8", "int8a", "int8z", "q5_k", "q6_k")
+_BYTE_CODES = ("int8", "fp8")
 
 
 class Codes(NamedTuple):
@@ -171,14 +171,15 @@ def pack_codes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None 
     full = torch.full((n_pad, k_pad), zero, dtype=torch.uint8)
     full[:n, :k] = k_formats.stored_codes(fmt, codes)
     blocks = full.view(count, BLOCK_ROWS, k_pad)
+    if fmt.kept_only:
+        side = k_formats.side_bytes(fmt, scales, extra, k_pad)
+        return _closed(fmt, k, torch.cat([k_formats.steps_of(fmt, blocks), side], 1))
     if fmt.name in _BYTE_CODES:
         steps = blocks.view(*blocks.shape[:2], k_pad // 4, 4)
     else:
         pairs = blocks.view(*blocks.shape[:2], k_pad // 8, 2, 4)
         steps = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4
     parts = [steps.transpose(1, 2).flatten(1)]
-    if fmt.kept_only:
-        return _closed(fmt, k, torch.cat([*parts, k_formats.side_bytes(fmt, scales, extra, k_pad)], 1))
     if fmt.name == "fp8":
         of_block = torch.arange(count) * BLOCK_ROWS // FP8_TILE
         parts.append(scales[of_block].contiguous().view(torch.uint8))
@@ -202,14 +203,16 @@ def dequantise(fmt: Format, packed: Tensor, n: int, k: int) -> Tensor:
         values = blocks[:, : k_pad * BLOCK_ROWS * dtype.itemsize].contiguous().view(dtype)
         steps = values.view(count, k_pad // per_step, BLOCK_ROWS, per_step).transpose(1, 2)
         return steps.reshape(count * BLOCK_ROWS, k_pad)[:n, :k].float().contiguous()
+    if fmt.kept_only:
+        size = k_pad * fmt.code_bits * BLOCK_ROWS // 8
+        codes = k_formats.codes_of(fmt, blocks[:, :size], k_pad)
+        return k_formats.values(fmt, blocks, codes, size)[:n, :k].contiguous()
     per_step = 4 if fmt.name in _BYTE_CODES else 8
     size = k_pad // per_step * 64
     steps = blocks[:, :size].reshape(count, k_pad // per_step, BLOCK_ROWS, 4).transpose(1, 2)
     if per_step == 8:
         steps = torch.stack([steps & 15, steps >> 4], 3)
     codes = steps.reshape(count * BLOCK_ROWS, k_pad)
-    if fmt.kept_only:
-        return k_formats.values(fmt, blocks, codes, size)[:n, :k].contiguous()
     groups = k_pad // fmt.group
     if fmt.name in FIXED_GROUPS:
         return _small_floats(fmt, blocks, codes, size)[:n, :k].contiguous()

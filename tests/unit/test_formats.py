@@ -75,12 +75,12 @@ def test_near_miss_is_named() -> None:
         ("int8z", 8.75),
         ("iq4_nl", 4.5),
         ("q4_k", 4.625),
-        ("q5_k", 8.625),
-        ("q2_k", 5.125),
-        ("q3_k", 4.5625),
-        ("q6_k", 8.5625),
+        ("q5_k", 5.625),
+        ("q2_k", 3.125),
+        ("q3_k", 3.5625),
+        ("q6_k", 6.5625),
         ("iq3_s", 4.3125),
-        ("iq2_s", 4.5625),
+        ("iq2_s", 3.5625),
     ],
 )
 def test_bits(text: str, bits: float) -> None:
@@ -111,7 +111,7 @@ def test_expert_of_the_flagship() -> None:
     mixed = expert_bytes(
         parse_format("q4_k"), 2560, 512, has_gate=True, has_bias=False, down_format=parse_format("q6_k")
     )
-    assert mixed == 2560 * 512 * (2 * 4.625 + 8.5625) / 8
+    assert mixed == 2560 * 512 * (2 * 4.625 + 6.5625) / 8
     with_bias = expert_bytes(parse_format("int4"), 2560, 640, has_gate=False, has_bias=True)
     assert with_bias == 2 * 2560 * 640 * 4.5 / 8 + 4 * (2560 + 640)
 
