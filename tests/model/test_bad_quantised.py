@@ -173,10 +173,17 @@ def test_zero_points_in_what_is_called_symmetric(copy: Any) -> None:
         ("awq", {"bits": 8}, ("'bits' 8", "hetero reads 4")),
         ("gptq", {"checkpoint_format": "marlin"}, ("'checkpoint_format' is 'marlin'",)),
         ("gptq", {"bits": 3}, ("'bits' 3", "hetero reads 4 and 8")),
+        ("gptq", {"bits": [4]}, ("'bits' [4]", "hetero reads 4 and 8")),
         ("w4a16", {"format": "marlin-24"}, ("'format' is 'marlin-24'", "pack-quantized")),
         ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, ("sparsity",)),
         ("w4a16", {"config_groups": {}}, ("needs 'config_groups'",)),
         ("w4a16", {"config_groups": {"a": {}}}, ("group 'a'", "says nothing of weights")),
+        ("w4a16", {"config_groups": {"a": {"weights": {"num_bits": "x"}}}}, ("'num_bits'", "'a'", "'x'")),
+        (
+            "w8a8-fp8",
+            {"config_groups": {"a": {"weights": {"block_structure": [128]}}}},
+            ("'block_structure'", "[128]", "sizes, [128, 128]"),
+        ),
         ("modelopt-nvfp4", {"quant_algo": "W4A8_AWQ"}, ("'quant_algo' is 'W4A8_AWQ'", "NVFP4")),
     ],
 )
@@ -191,6 +198,25 @@ def test_a_quantised_checkpoint_that_does_not_say_so(copy: Any) -> None:
         folder = copy(scheme)
         edit_config(folder, lambda config: config.pop("quantization_config"))
         refused(folder, ending, "of a quantised checkpoint", "no 'quantization_config'")
+
+
+@pytest.mark.parametrize("scheme", ["awq", "gptq"])
+def test_codes_that_are_no_matrix(scheme: str, copy: Any) -> None:
+    folder = copy(scheme)
+    edit_tensors(folder, lambda t: t.update({f"{EXPERT}.qweight": t[f"{EXPERT}.qweight"].flatten()}))
+    refused(folder, f"{EXPERT}.qweight", "is no matrix")
+
+
+@pytest.mark.parametrize("group", [-1, 99])
+def test_columns_of_groups_that_there_are_not(group: int, copy: Any) -> None:
+    """A negative number must not count from the end."""
+    folder = copy("w4a16")
+    order = torch.zeros(256, dtype=torch.int32)
+    order[5] = group
+    edit_tensors(folder, lambda t: t.update({f"{LAYER}.weight_g_idx": order}))
+    with pytest.raises(InputError) as error, open_source(folder) as source:
+        source.read(f"{LAYER}.weight")
+    told(error.value, (f"{LAYER}.weight", "g_idx", "names groups other than 0 to 1"))
 
 
 def test_a_matrix_that_is_there_twice(copy: Any) -> None:

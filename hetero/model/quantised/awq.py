@@ -37,10 +37,11 @@ def find(found: Finder, config: Mapping[str, Any]) -> None:
     size = config.get("group_size", config.get("q_group_size", 128))
     for name in found.ending(".qweight"):
         weight, zeros, scales = (f"{name}{side}" for side in _SIDES)
-        info = found.companion(weight, weight, ("I32",))
+        found.companion(weight, weight, ("I32",))
         found.companion(weight, zeros, ("I32",))
         found.companion(weight, scales, ("F16", "BF16", "F32"))
-        k, n = info.shape[0], info.shape[1] * 8
+        k, words_of_row = found.matrix(weight)
+        n = words_of_row * 8
         group = group_of(found, weight, k, size)
         found.expect(zeros, (k // group, n // 8), f"{weight} in groups of {group}")
         found.expect(scales, (k // group, n), f"{weight} in groups of {group}")

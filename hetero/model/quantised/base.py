@@ -123,6 +123,15 @@ class Finder:
             )
         return info
 
+    def matrix(self, name: str) -> tuple[int, int]:
+        """The shape of a tensor of two dimensions. Raises InputError for another one."""
+        info = self.info(name)
+        if len(info.shape) != 2:
+            raise InputError(
+                f"{info.file}: tensor {name} of shape {list(info.shape)} is no matrix of two dimensions"
+            )
+        return info.shape[0], info.shape[1]
+
     def expect(self, name: str, shape: tuple[int, ...], of: str) -> None:
         """Raises InputError where a companion's shape does not fit."""
         info = self.info(name)

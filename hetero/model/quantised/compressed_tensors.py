@@ -141,20 +141,37 @@ def _schemes(found: Finder, config: Mapping[str, Any]) -> tuple[list[_Scheme], b
         if not isinstance(weights, Mapping):
             raise InputError(f"{found.where}: group {label!r} of 'config_groups' says nothing of weights")
         activations |= bool(one.get("input_activations"))
-        block = weights.get("block_structure")
-        if isinstance(block, str):
-            block = block.split("x")
+        bits = weights.get("num_bits", 8)
+        if not isinstance(bits, int):
+            raise InputError(
+                f"{found.where}: 'num_bits' of group {label!r} is {bits!r}; expected a number of bits"
+            )
         schemes.append(
             _Scheme(
                 kind=str(weights.get("type", "int")),
-                bits=int(weights.get("num_bits", 8)),
+                bits=bits,
                 symmetric=bool(weights.get("symmetric", True)),
                 strategy=str(weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")),
                 group=weights.get("group_size"),
-                block=(int(block[0]), int(block[1])) if block else None,
+                block=_block(found, label, weights.get("block_structure")),
             )
         )
     return schemes, activations
+
+
+def _block(found: Finder, label: Any, block: Any) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, of a list or of text such as 128x128."""
+    if not block:
+        return None
+    try:
+        rows, columns = map(int, block.split("x") if isinstance(block, str) else block)
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if rows < 1 or columns < 1:
+        raise InputError(
+            f"{found.where}: 'block_structure' of group {label!r} is {block!r}; expected sizes, [128, 128]"
+        )
+    return rows, columns
 
 
 def _agree(found: Finder, name: str, schemes: Sequence[_Scheme], fits: Any, what: str) -> _Scheme:

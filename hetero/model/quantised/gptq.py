@@ -47,11 +47,6 @@ class GptqMatrix(IntegerMatrix):
             packed = packed + _ONES[self.bits]  # int32 wraps around, as it shall
         zeros = words(packed, self.bits)[:, : self.n]
         order = self.part(3, index).long() if len(self.stored) > 3 else None
-        groups = self.k // self.group
-        if order is not None and not bool(((order >= 0) & (order < groups)).all()):
-            raise InputError(
-                f"{self.file}: tensor {self.stored[3]} names groups other than 0 to {groups - 1}"
-            )
         return Integers(codes, self.part(2, index).T, zeros.T.contiguous(), order)
 
     def check_order(self) -> None:
@@ -69,7 +64,7 @@ def find(found: Finder, config: Mapping[str, Any]) -> None:
             f"{found.where}: GPTQ 'checkpoint_format' is {kind!r}; hetero reads gptq and gptq_v2"
         )
     bits = config.get("bits")
-    if bits not in _ONES:
+    if not isinstance(bits, int) or bits not in _ONES:
         raise InputError(f"{found.where}: GPTQ with 'bits' {bits!r}; hetero reads 4 and 8")
     fields = 32 // int(bits)
     for name in found.ending(".qweight"):
@@ -77,7 +72,8 @@ def find(found: Finder, config: Mapping[str, Any]) -> None:
         info = found.companion(weight, weight, ("I32",))
         found.companion(weight, zeros, ("I32",))
         found.companion(weight, scales, ("F16", "BF16", "F32"))
-        k, n = info.shape[0] * fields, info.shape[1]
+        words_of_column, n = found.matrix(weight)
+        k = words_of_column * fields
         group = group_of(found, weight, k, config.get("group_size", 128))
         found.expect(zeros, (k // group, -(-n // fields)), f"{weight} of {bits} bits in groups of {group}")
         found.expect(scales, (k // group, n), f"{weight} of {bits} bits in groups of {group}")

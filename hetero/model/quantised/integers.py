@@ -63,8 +63,18 @@ class IntegerMatrix(Matrix):
         self.format = None
         self.inexact = "activation order (act-order) scatters its groups over the columns"
 
-    def floats(self, index: int | None) -> Tensor:
+    def _read(self, index: int | None) -> Integers:
+        """``integers``, and that its order names groups that there are."""
         read = self.integers(index)
+        groups = self.k // self.group
+        if read.order is not None and not bool(((read.order >= 0) & (read.order < groups)).all()):
+            raise InputError(
+                f"{self.file}: tensor {self.name}: its g_idx names groups other than 0 to {groups - 1}"
+            )
+        return read
+
+    def floats(self, index: int | None) -> Tensor:
+        read = self._read(index)
         scales = read.scales.float()
         zeros = torch.full_like(scales, self.middle) if read.zeros is None else read.zeros.float()
         if read.order is not None:
@@ -73,7 +83,7 @@ class IntegerMatrix(Matrix):
         return values.sub_(zeros[..., None]).mul_(scales[..., None]).view(self.n, self.k)
 
     def codes(self, index: int | None) -> Codes:
-        read = self.integers(index)
+        read = self._read(index)
         assert self.format is not None
         if read.order is not None and not torch.equal(read.order, torch.arange(self.k) // self.group):
             raise InexactError(
