@@ -211,11 +211,17 @@ class DiskExperts:
             return []
         if self._file is None:
             raise HeteroError("experts of the disk tier have no file yet")
-        reads = []
-        for one in self._cache.admit(experts, pinned):
-            view = self._held.view(one.slot)
-            into = view if view is not None else buffer(self._held.whole_bytes)
-            reads.append(_Read(one.item, one.slot, into, self._file.start(self._block, one.item, into)))
+        reads: list[_Read] = []
+        admitted = self._cache.admit(experts, pinned)
+        try:
+            for one in admitted:
+                view = self._held.view(one.slot)
+                into = view if view is not None else buffer(self._held.whole_bytes)
+                reads.append(_Read(one.item, one.slot, into, self._file.start(self._block, one.item, into)))
+        except BaseException:
+            self._abandon(reads)
+            self._cache.drop(one.item for one in admitted)
+            raise
         return reads
 
     def _finish(self, reads: list[_Read]) -> None:
@@ -233,6 +239,9 @@ class DiskExperts:
                 self._cache.drop([read.expert])
                 failed = failed or error
                 continue
+            except BaseException:  # an interrupt: nobody knows what has come
+                self._abandon(reads)
+                raise
             size += len(read.into)
             if self._held.view(read.slot) is None:
                 self._held.restore(read.slot, read.into)

@@ -100,7 +100,14 @@ class Manifest:
 
     @staticmethod
     def from_json(text: bytes) -> Manifest:
-        """Raises ValueError, KeyError or TypeError for what ``to_json`` has not made."""
+        """Raises ValueError for what ``to_json`` has not made."""
+        try:
+            return Manifest._parsed(text)
+        except (KeyError, TypeError, AttributeError, OverflowError):
+            raise ValueError("no manifest") from None
+
+    @staticmethod
+    def _parsed(text: bytes) -> Manifest:
         data: dict[str, Any] = jsonfile.parse(text)
         source = data["source"]
         files = tuple((str(name), int(size), int(time)) for name, size, time in source["files"])

@@ -86,7 +86,7 @@ def _read_layout(file: DirectFile) -> _Layout:
         raise PackUnusable("has a damaged header")
     try:
         layout = _Layout(Manifest.from_json(text))
-    except (ValueError, KeyError, TypeError):
+    except ValueError:
         raise PackUnusable("has a header that this program does not understand") from None
     if layout.data != data:
         raise PackUnusable("has a header that this program does not understand")

@@ -47,14 +47,14 @@ class DirectFile:
         flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
         self._fd = descriptor if descriptor is not None else os.open(path, flags)
         self._direct: int | None = None
-        self._unused: int | None = None  # a direct descriptor that this file cannot use after all
+        self._use_direct = True
         with contextlib.suppress(OSError):  # a file system that has none says EINVAL
             self._direct = os.open(path, flags | os.O_DIRECT)
 
     @property
     def direct(self) -> bool:
         """Whether the page cache is left out."""
-        return self._direct is not None
+        return self._direct is not None and self._use_direct
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into``. Raises OSError, and EOFError where the file ends before."""
@@ -85,24 +85,25 @@ class DirectFile:
 
     def close(self) -> None:
         """Once more is no harm."""
-        for descriptor in (self._fd, self._direct, self._unused):
+        for descriptor in (self._fd, self._direct):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
-        self._fd, self._direct, self._unused = -1, None, None
+        self._fd, self._direct = -1, None
 
     def _each(self, call: Callable[[int, list[memoryview], int], int], offset: int, data: memoryview) -> None:
         done = 0
         while done < len(data):
             # What direct I/O has left in the middle of a block goes through the page cache.
-            fits = self._direct is not None and not (offset + done) % ALIGN and not (len(data) - done) % ALIGN
-            descriptor = self._direct if fits and self._direct is not None else self._fd
+            direct = self._direct if self._use_direct else None
+            if (offset + done) % ALIGN or (len(data) - done) % ALIGN:
+                direct = None
             try:
-                count = call(descriptor, [data[done:]], offset + done)
+                count = call(self._fd if direct is None else direct, [data[done:]], offset + done)
             except OSError as error:
-                if error.errno == errno.EINVAL and descriptor == self._direct:
+                if error.errno == errno.EINVAL and direct is not None:
                     # This disk cannot, though its file system let it be opened. Other threads may be using
-                    # the descriptor, so it stays open.
-                    self._unused, self._direct = self._direct, None
+                    # the descriptor, so it stays open; each of them meets the same error.
+                    self._use_direct = False
                     continue
                 raise
             if count == 0:

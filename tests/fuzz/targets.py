@@ -42,7 +42,7 @@ def manifest(data: bytes, path: Path) -> object:
 
     try:
         return Manifest.from_json(data)
-    except (ValueError, KeyError, TypeError):
+    except ValueError:
         return None
 
 

@@ -16,6 +16,7 @@ from hetero.core import ExpertSpec, HeteroError, InputError, MachineError
 from hetero.cpu import CpuExperts
 from hetero.formats import parse_format
 from hetero.store.disk import DiskExperts, disk_speed
+from hetero.store.packfile import PackFile
 from hetero.trace import READ, recorder, summarise
 from tests.cpu.reference import random_routing
 from tests.cpu.test_numa import paper
@@ -144,6 +145,31 @@ def test_a_kernel_that_fails_leaves_no_read_behind(
         with pytest.raises(MachineError, match="no workspace"):
             tier.forward(x, ids, w)
     assert torch.equal(tier.forward(x, ids, w), ram.forward(x, ids, w))
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_an_interrupt_leaves_no_expert_that_is_not_whole(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """What was on its way is read again, whether the interrupt met the wait or the start of the reads."""
+    (ram,) = made(generator, 1, SPEC)
+    x, ids, w = random_routing(SPEC, tokens, generator)
+    for method in ("start", "finish"):
+        tier = on_disk(tmp_path / method, ram, 5)
+        real, calls = getattr(PackFile, method), 0
+
+        def interrupted(*args: Any, real: Any = real) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise KeyboardInterrupt
+            return real(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(PackFile, method, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                tier.forward(x, ids, w)
+        assert torch.equal(tier.forward(x, ids, w), ram.forward(x, ids, w))
 
 
 def test_a_damaged_expert_is_that_step_s_error(tmp_path: Path, generator: torch.Generator) -> None:

@@ -142,8 +142,11 @@ def test_manifests_say_what_differs(generator: torch.Generator) -> None:
     assert "other experts" in str(one.difference(manifest_of(experts[:1])))
     assert one.file_name("m") == manifest_of(experts, time=2).file_name("m")
     assert one.file_name("m") != manifest_of(experts[:1]).file_name("m")
-    for text in (b"{}", b"[]", b"1", one.to_json()[:-1], one.to_json().replace(b"96", b'"96"')):
-        with pytest.raises((ValueError, KeyError, TypeError)):
+    good = one.to_json()
+    damaged = (good[:-1], good.replace(b"96", b'"96"'), good.replace(b"96", b"Infinity"))
+    no_blocks = good[: good.index(b"[{")] + b"[1]" + good[good.index(b"}]") + 2 :]
+    for text in (b"{}", b"[]", b"1", no_blocks, *damaged):
+        with pytest.raises(ValueError, match=r"manifest|delimiter|value"):
             Manifest.from_json(text)
 
 
@@ -299,3 +302,26 @@ def test_reads_that_a_disk_cannot_do_directly_go_through_the_page_cache(
     assert content(other) == content(experts[0])
     file.close()
     assert reads.aligned(1) == 4096
+
+
+def test_reads_at_once_of_a_disk_that_cannot_do_them_directly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them are under way before the first one fails."""
+    (tmp_path / "x").write_bytes(bytes(range(256)) * 128)
+    file = reads.DirectFile(tmp_path / "x")
+    if not file.direct:
+        pytest.skip("no direct I/O here")
+    together, real = threading.Barrier(4), os.preadv
+
+    def picky(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if fd == file._direct:
+            together.wait(60)
+            raise OSError(errno.EINVAL, "misaligned")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", picky)
+    into = [reads.buffer(4096) for _ in range(4)]
+    reads.settle([reads.submit(file.read, 4096 * i, view) for i, view in enumerate(into)])
+    assert all(bytes(view) == bytes(range(256)) * 16 for view in into)
+    file.close()
