@@ -497,13 +497,17 @@ class CpuExperts:
         x, ids = self._checked(x, ids, (ids.shape[0], self.spec.hidden))
         if out.shape != (*ids.shape, self.spec.hidden) or out.dtype != torch.float32:
             raise ValueError(f"output {list(out.shape)} of {out.dtype}")
+        if not out.is_contiguous():
+            raise ValueError("output must be contiguous")
         self._call(self._experts.pairs, x, ids, out.data_ptr())
 
     def weighted_sum(self, results: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
         """The sum that ``forward`` makes, to the bit, from what ``pairs`` left: results [T, k, hidden], ids
         and weights [T, k] of the whole step -> float32 [T, hidden]. ``experts``: how many there are in all;
         ids outside [0, experts) contribute zero."""
-        _, ids = self._checked(results, ids, (*ids.shape, self.spec.hidden))
+        results, ids = self._checked(results, ids, (*ids.shape, self.spec.hidden))
+        if results.dtype != torch.float32 or weights.shape != ids.shape:
+            raise ValueError(f"results of {results.dtype}, weights {list(weights.shape)}")
         weights = weights.float().contiguous()
         tokens, slots = ids.shape
         out = torch.empty(tokens, self.spec.hidden, dtype=torch.float32)

@@ -97,7 +97,7 @@ def make_profile(findings: list[Finding], root: Path = Path("/")) -> Hardware:
         gpu = gpu_named(str(card["name"]), int(card["total"]), sum(w.startswith("GPU ") for w in found))
         gpu = put(gpu, read_gb_s=("rates of GPU 0", "gb_s"), bf16_tflops=("rates of GPU 0", "tflops"))
         pcie = _pcie(found, when) or pcie
-        handoff = handoff or Figure(estimate=10.0, source="not measured: no backend is built yet")
+        handoff = handoff or Figure(estimate=10.0, source="not measured")
         pcie = pcie or Pcie(
             copy_gb_s=Figure(estimate=12.0, source="not measured"),
             read_gb_s=Figure(estimate=11.0, source="not measured"),

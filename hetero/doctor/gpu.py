@@ -147,7 +147,7 @@ def _rates(cuda: Cuda, index: int) -> Iterator[Finding]:
     read, tflops = cuda.read_gb_s(index), cuda.bf16_tflops(index)
     value = f"{read:.0f} GB/s, {tflops:.0f} TFLOPS in bfloat16"
     yield ok(f"rates of GPU {index}", value, gb_s=read, tflops=tflops)
-    yield ok(f"hand-off to GPU {index}", "not measured: no backend is built yet")
+    yield ok(f"hand-off to GPU {index}", "not measured here: runs do not use it yet")
 
 
 def _driver_version(path: Path) -> str | None:

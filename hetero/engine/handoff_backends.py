@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from ctypes import c_uint32, c_uint64
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from hetero.hw.cuda_driver import driver
 
 log = logging.getLogger("hetero.handoff")
 
-BackendName = Literal["auto", "memop", "spin", "hostfunc", "thread"]
 GPU_BACKENDS = ("memop", "spin", "hostfunc")
 
 LINE = 128

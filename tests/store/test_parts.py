@@ -80,6 +80,22 @@ def test_groups_of_experts_sum_to_the_same_bits(
             _cpu.set_tuning(*before)
 
 
+def test_sums_of_results_that_are_not_side_by_side(generator: torch.Generator) -> None:
+    spec = ExpertSpec(5, 64, 32, 3)
+    experts = fill(CpuExperts(spec, parse_format("f32")), random_weights(spec, generator))
+    x, ids, w = random_routing(spec, 4, generator)
+    results = torch.zeros(*ids.shape, 64)
+    experts.pairs(x, ids, results)
+    spread = torch.empty(*ids.shape, 128)[..., ::2].copy_(results)
+    assert torch.equal(experts.weighted_sum(spread, ids, w, 5), experts.forward(x, ids, w))
+    with pytest.raises(ValueError, match="contiguous"):
+        experts.pairs(x, ids, spread)
+    with pytest.raises(ValueError, match="results of torch"):
+        experts.weighted_sum(results.bfloat16(), ids, w, 5)
+    with pytest.raises(ValueError, match="weights"):
+        experts.weighted_sum(results, ids, w[:1], 5)
+
+
 def test_a_checksum_sees_every_byte_and_its_place(generator: torch.Generator) -> None:
     for size in (1, 7, 64, 200):
         data = bytearray(torch.randint(0, 256, (size,), generator=generator).tolist())
