@@ -12,6 +12,7 @@ from hetero.formats import Format, in_blocks
 from hetero.model.loadplan import LoadPlan
 from hetero.model.pieces import PartSource
 from hetero.model.quantised import InexactError
+from hetero.model.quantised.base import QuantisedCheckpoint
 from hetero.model.source import Source
 from hetero.rules.options import FormatChoice, parse_choice
 from hetero.rules.placement import Assignment, Placement
@@ -108,14 +109,18 @@ def _in_blocks(parts: list[PartSource], fmt: Format) -> Format:
 
 
 def _inexact_scales(name: str, plan: LoadPlan, source: Source) -> str:
-    """Why the values of the first or last expert do not fit their format: found here, before all is read."""
+    """Why the values of an expert do not fit their format: found here, before all is read."""
     for part, one in plan.parts[name].items():
         if one.format is None or not one.format.name.startswith("int"):
             continue
-        for expert in {0, plan.counts[name] - 1}:
+        last = plan.counts[name] - 1
+        for expert in range(plan.counts[name]):
             piece = one.piece(expert)
             try:
-                source.codes(piece.name, piece.index)
+                if expert in (0, last):
+                    source.codes(piece.name, piece.index)
+                elif isinstance(source, QuantisedCheckpoint):
+                    source.check_codes(piece.name, piece.index)
             except InexactError as error:
                 return f"{part}: {error}".partition("; ")[0]
     return ""

@@ -96,6 +96,25 @@ def test_scales_that_are_no_16_bit_floats(tmp_path: Path) -> None:
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "gptq", "awq"])
+def test_one_scale_of_an_expert_in_the_middle(scheme: str, tmp_path: Path) -> None:
+    """It is found before weights are read, so that "auto" can take another format for its block."""
+    write_quantised(tmp_path, "qwen3_moe", SCHEMES[scheme])
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        expert = "model.layers.0.mlp.experts.1.up_proj"
+        (name,) = (name for name in tensors if name.startswith(expert) and name.rpartition("scale")[1])
+        tensors[name] = tensors[name].float()
+        tensors[name].view(-1)[3] = 1e-9
+
+    edit_tensors(tmp_path, spoil)
+    loaded = load_model(tmp_path, overrides={"experts": "auto int8 g64"})
+    assert formats(loaded.runnable.model) == {"int8 g64"}
+    assert any("are no 16-bit float" in note and "experts.1" in note for note in loaded.notes)
+    with pytest.raises(InputError, match=r"'format: keep' cannot be.*experts\.1\.up_proj"):
+        prepare(tmp_path, overrides={"experts": "keep"})
+
+
 def test_a_plain_checkpoint(tmp_path: Path) -> None:
     """Nothing is quantised: "auto" is the format after it, "keep" the file's own floats."""
     write("qwen3_moe", tmp_path / "f32")

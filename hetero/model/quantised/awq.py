@@ -17,6 +17,8 @@ _SIDES = (".qweight", ".qzeros", ".scales")
 class AwqMatrix(IntegerMatrix):
     """``stored``: qweight [k, n / 8], qzeros [groups, n / 8], scales [groups, n]."""
 
+    scales_at = 2
+
     def integers(self, index: int | None) -> Integers:
         codes, zeros = _ordered(self.part(0, index)), _ordered(self.part(1, index))
         return Integers(codes.T.contiguous(), self.part(2, index).T, zeros.T.contiguous())

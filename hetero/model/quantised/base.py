@@ -83,6 +83,9 @@ class Matrix(ABC):
     def floats(self, index: int | None) -> Tensor:
         """Float32 [n, k]: each value computed from its code and scale in float32."""
 
+    def check(self, index: int | None) -> None:  # noqa: B027  most schemes have nothing that could be inexact
+        """InexactError as ``codes`` raises it, found by the scales alone."""
+
     @abstractmethod
     def codes(self, index: int | None) -> Codes:
         """The same values in ``format``. InexactError where one of its scales is none that the format has."""
@@ -221,6 +224,12 @@ class QuantisedCheckpoint:
         if matrix.format is None:
             raise InexactError(f"{matrix.file}: tensor {name}: {matrix.inexact}; {REQUANTISE}")
         return matrix.codes(index)
+
+    def check_codes(self, name: str, index: int | None = None) -> None:
+        """Raises InexactError where ``codes`` would, by reading the scales alone."""
+        matrix = self._matrices.get(name)
+        if matrix is not None:
+            matrix.check(index)
 
     def blocks(self, name: str, index: int | None = None) -> Tensor:
         return self._raw.blocks(name, index)

@@ -25,6 +25,8 @@ class GptqMatrix(IntegerMatrix):
     """``stored``: qweight [k * bits / 32, n], qzeros [groups, n * bits / 32], scales [groups, n] and, where
     there is one, g_idx [k]."""
 
+    scales_at = 2
+
     def __init__(
         self,
         raw: Checkpoint,

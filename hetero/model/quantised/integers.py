@@ -28,7 +28,12 @@ class Integers:
 
 
 class IntegerMatrix(Matrix):
-    """What the integer schemes share. ``group``: columns of a scale, k for one scale a row."""
+    """What the integer schemes share. ``group``: columns of a scale, k for one scale a row.
+
+    ``scales_at``: the number of the scales among ``stored``.
+    """
+
+    scales_at = 1
 
     def __init__(
         self,
@@ -81,6 +86,10 @@ class IntegerMatrix(Matrix):
             return (read.codes.float() - zeros[:, read.order]) * scales[:, read.order]
         values = read.codes.float().view(self.n, -1, self.group)
         return values.sub_(zeros[..., None]).mul_(scales[..., None]).view(self.n, self.k)
+
+    def check(self, index: int | None) -> None:
+        if self.raw.tensors[self.stored[self.scales_at]].dtype != "F16":
+            exact_half(self, self.part(self.scales_at, index))
 
     def codes(self, index: int | None) -> Codes:
         read = self._read(index)
