@@ -31,6 +31,8 @@ from hetero.plan.rulefile import rule_file
 from hetero.plan.sizes import gib, parse_size
 from hetero.plan.tiers import Request
 
+_MOST_COUNT = 1e18  # no NaN, no infinity and nothing that a float does not hold
+
 
 def plan(
     model: Annotated[
@@ -151,7 +153,7 @@ def read_counts(path: Path) -> tuple[tuple[float, ...], ...]:
         raise InputError(f"--counts {path}: not valid JSON: {error}") from None
     rows = data.get("counts") if isinstance(data, dict) else data
     if not isinstance(rows, list) or not rows or not all(_is_row(row) for row in rows):
-        raise InputError(f"--counts {path}: must be a list of layers, each a list of numbers")
+        raise InputError(f"--counts {path}: must be a list of layers, each a list of finite numbers")
     return tuple(tuple(float(c) for c in row) for row in rows)
 
 
@@ -167,7 +169,9 @@ def used_counts(model: ModelRef, inventory: Inventory) -> tuple[tuple[float, ...
 
 
 def _is_row(row: object) -> bool:
-    return isinstance(row, list) and all(isinstance(c, int | float) and not isinstance(c, bool) for c in row)
+    return isinstance(row, list) and all(
+        isinstance(c, int | float) and not isinstance(c, bool) and -_MOST_COUNT < c < _MOST_COUNT for c in row
+    )
 
 
 def _write(path: Path, text: str) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 from hetero.core import InputError
 from hetero.formats import GROUPS, Format, parse_format
 
-_FIXED = {"fp8": "fp8", "mxfp4": "mxfp4"}
+_FP8_TILE = 128
+_PACKED = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
+_MODELOPT = {"NVFP4": "nvfp4", "FP8": "fp8"}
 
 
 def kept_format(config: Mapping[str, Any]) -> Format | None:
@@ -21,14 +23,19 @@ def kept_format(config: Mapping[str, Any]) -> Format | None:
         return None
     method = str(told.get("quant_method") or "").lower()
     try:
-        if method in _FIXED:
-            return parse_format(_FIXED[method])
-        if method == "modelopt" or str(told.get("quant_algo", "")).upper() == "NVFP4":
-            return parse_format("nvfp4")
+        if method == "mxfp4":
+            return parse_format("mxfp4")
+        if method == "fp8":
+            return _fp8(told.get("weight_block_size", (_FP8_TILE, _FP8_TILE)))
+        if method == "modelopt" or "quant_algo" in told:
+            found = _MODELOPT.get(str(told.get("quant_algo", "")).upper())
+            return None if found is None else parse_format(found)
         if method == "awq":
             return _integers(told.get("bits", 4), told.get("group_size", 128), symmetric=False)
         if method == "gptq":
-            symmetric = bool(told.get("sym", False))
+            if told.get("desc_act"):
+                return None  # its groups scatter over the columns
+            symmetric = bool(told.get("sym", True))
             return _integers(told.get("bits"), told.get("group_size", 128), symmetric=symmetric)
         if method == "compressed-tensors":
             return _compressed(told)
@@ -38,15 +45,29 @@ def kept_format(config: Mapping[str, Any]) -> Format | None:
 
 
 def _compressed(told: Mapping[str, Any]) -> Format | None:
+    if told.get("format") in _PACKED:
+        return parse_format(_PACKED[str(told["format"])])
     groups = told.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
     weights = first.get("weights") if isinstance(first, Mapping) else None
-    if not isinstance(weights, Mapping) or str(weights.get("type", "int")) != "int":
+    if not isinstance(weights, Mapping):
         return None
+    if str(weights.get("type", "int")) != "int":
+        strategy = weights.get("strategy")
+        if weights.get("num_bits") != 8 or strategy not in ("tensor", "block"):
+            return None
+        return _fp8(weights.get("block_structure") if strategy == "block" else None)
     size = weights.get("group_size")
     return _integers(
         weights.get("num_bits"), -1 if size is None else size, bool(weights.get("symmetric", True))
     )
+
+
+def _fp8(block: Any) -> Format | None:
+    """``block``: rows and columns of a scale; None: one scale a matrix."""
+    if block is not None and any(int(size) % _FP8_TILE for size in block):
+        return None
+    return parse_format("fp8")
 
 
 def _integers(bits: Any, group: Any, symmetric: bool) -> Format | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from hetero.plan.inventory import Kind
@@ -28,7 +29,7 @@ def rule_file(plan: Plan) -> str:
             + (" once the rest is built:" if plan.waits else " as the bound.")
         ),
         *(line for wait in plan.waits for line in _comment(f"- {wait}", indent="  ")),
-        f"description: {place}; written by hetero plan.",
+        f"description: {json.dumps(f'{place}; written by hetero plan.', ensure_ascii=False)}",
         f"models: [{plan.inventory.model_type}]",
         "vars:",
     ]

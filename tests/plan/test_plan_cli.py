@@ -158,7 +158,8 @@ def test_what_does_not_fit_exits_with_3() -> None:
 
 
 def test_counts_that_are_none(tmp_path: Path) -> None:
-    for text, words in (("{", "not valid JSON"), ("[]", "must be a list"), ('[["a"]]', "must be a list")):
+    none = ("[]", '[["a"]]', "[[NaN]]", "[[1e999]]", f"[[1{400 * '0'}]]")
+    for text, words in (("{", "not valid JSON"), *((text, "must be a list") for text in none)):
         file = tmp_path / "counts.json"
         file.write_text(text)
         assert words in refused(2, FLAGSHIP, "--hardware", "rtx4090-7950x", "--counts", file)
@@ -207,7 +208,25 @@ def test_sizes_for_people() -> None:
     [
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
         ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "fp8", "weight_block_size": None}, "fp8"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 128]}, None),
+        ({"quant_method": "fp8", "weight_block_size": "odd"}, None),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, None),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4 g128"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, None),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, "mxfp4"),
+        *(
+            (
+                {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights}}},
+                "fp8" if strategy != "channel" else None,
+            )
+            for strategy, block in (("tensor", None), ("block", [128, 128]), ("channel", None))
+            for weights in ({"type": "float", "num_bits": 8, "strategy": strategy, "block_structure": block},)
+        ),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, "int4z g128"),
         ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}, "int8 g32"),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False}, "int4z g128"),
