@@ -71,7 +71,7 @@ FP8_TILE = 128
 """Rows that share a scale of fp8, as many as its group has columns."""
 
 _BLOCK_BYTES = {"q2_k": 84, "iq2_xxs": 66, "iq2_xs": 74, "iq2_s": 82, "iq1_s": 50, "iq1_m": 56}
-"""GGUF types that take twice the memory packed, or nearly: bytes of their blocks of ``SUPER_GROUP``."""
+"""GGUF types of 1 and 2 bits, which take more memory packed: bytes of their blocks of ``SUPER_GROUP``."""
 
 _GROUPED = tuple(name for name, kind in _KINDS.items() if kind.scale_bits and not kind.group)
 _PATTERN = re.compile(r"^\s*([a-z0-9_]+?)(?:[\s_-]*g(\d+))?\s*$")
@@ -167,8 +167,7 @@ def _spelled(*, kept_only: bool) -> list[str]:
 
 
 def in_blocks(fmt: Format) -> Format:
-    """The same values in the blocks of their file, where packing makes them twice as large or nearly; else
-    ``fmt``."""
+    """The same values in the blocks of their file, for types of 1 and 2 bits; else ``fmt``."""
     return Format(fmt.name, fmt.group, blocks=True) if fmt.name in _BLOCK_BYTES else fmt
 
 

@@ -32,7 +32,7 @@ class FormatChoice:
 
     keeps: bool
     fallback: Format | None  # None: ``keep``, the checkpoint's own values or an error
-    blocks: bool = False  # whether types of GGUF that would double stay in the blocks of their file
+    blocks: bool = False  # whether GGUF types of 1 and 2 bits stay in the blocks of their file
 
 
 @dataclass(frozen=True, slots=True)

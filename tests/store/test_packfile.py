@@ -309,9 +309,8 @@ def test_reads_at_once_of_a_disk_that_cannot_do_them_directly(
 ) -> None:
     """All of them are under way before the first one fails."""
     (tmp_path / "x").write_bytes(bytes(range(256)) * 128)
+    monkeypatch.setattr(os, "O_DIRECT", 0)  # wherever this runs
     file = reads.DirectFile(tmp_path / "x")
-    if not file.direct:
-        pytest.skip("no direct I/O here")
     together, real = threading.Barrier(4), os.preadv
 
     def picky(fd: int, buffers: list[memoryview], offset: int) -> int:
