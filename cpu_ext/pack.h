@@ -43,15 +43,17 @@ void settle_shared(const Layout& layout, float* shared);
 PackStatus pack_block(const Layout& layout, int64_t block, const Source& source, const float* shared,
                       uint8_t* out);
 
-// Values that are quantised already: codes [n][k], one a byte, with G = ceil(k / group), S = ceil(k / 256)
-// and
+// Values that are quantised already: codes [n][k], one a byte, with G = ceil(k / group), S = ceil(k / 256):
 //   int8, int4, int4a   code = value + 128, value + 8, 0 to 15; scales fp16 [n][G]; int4a: extra fp16, minima
-//   alike fp8                 the E4M3 byte; scales float32 [ceil(n / 128)][G] mxfp4               scales
-//   E8M0 [n][G] nvfp4               scales E4M3 [n][G]; extra one float32, the scale of the matrix int8a,
-//   iq4_nl       as int4a, as int4 int4z, int8z        scales fp16 [n][G]; extra uint8 [n][G], zeros q4_k,
-//   q5_k, q2_k    scales uint8 [n][G][2] (scale, minimum); extra fp16 [n][S][2] (d, dmin) q3_k, q6_k code =
-//   value + 8, value + 128; scales int8 [n][G]; extra fp16 [n][S] other iq types      scales int8 [n][G];
-//   extra fp16 [n][S]
+//                       alike
+//   fp8                 the E4M3 byte; scales float32 [ceil(n / 128)][G]
+//   mxfp4               scales E8M0 [n][G]
+//   nvfp4               scales E4M3 [n][G]; extra one float32, the scale of the matrix
+//   int8a, iq4_nl       as int4a, as int4
+//   int4z, int8z        scales fp16 [n][G]; extra uint8 [n][G], zeros
+//   q4_k, q5_k, q2_k    scales uint8 [n][G][2] (scale, minimum); extra fp16 [n][S][2] (d, dmin)
+//   q3_k, q6_k          code = value + 8, value + 128; scales int8 [n][G]; extra fp16 [n][S]
+//   other iq types      scales int8 [n][G]; extra fp16 [n][S]
 struct Quantised {
   const uint8_t* codes;
   const void *scales, *extra;

@@ -1,4 +1,4 @@
-"""Packing in torch: the reference that the extension's packer (cpu_ext/pack.cpp) reproduces to the bit.
+"""Packing in torch: the reference that the extension's packer (cpu_ext/pack*.cpp) reproduces to the bit.
 
 The arithmetic is float32, one operation at a time, in a fixed order. The layout is described in
 cpu_ext/kernels.h.
