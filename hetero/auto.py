@@ -10,7 +10,7 @@ from hetero.config import settings
 from hetero.core import InputError, MachineError
 from hetero.formats import Format, parse_format
 from hetero.hw import memory
-from hetero.model.shapes import read_config
+from hetero.model.gguf_file import locate
 from hetero.plan import families
 from hetero.plan.hardware import Figure, Hardware, Pcie
 from hetero.plan.inventory import Inventory, from_modules
@@ -49,7 +49,7 @@ def plan_run(
     inventory = inventory_of(folder)
     hardware = _here(device)
     wanted = DEFAULT_CONTEXT if context is None else context
-    kept = kept_format(read_config(folder / "config.json")) if folder.is_dir() else None
+    kept = _own_format(folder)
     request = Request(
         expert_format=kept or _format(inventory, device is not None),
         keep=kept is not None,
@@ -68,6 +68,29 @@ def plan_run(
     except OSError as error:
         raise InputError(f"--auto: {path} cannot be written: {error.strerror}") from None
     return Auto(path, plan.today.dtype, _note(plan, path))
+
+
+def _own_format(folder: Path) -> Format | None:
+    """The format that a quantised checkpoint's experts keep; None where it is not quantised."""
+    from hetero.model.quantised import stated_quantisation
+
+    gguf = locate(folder)
+    if gguf is not None:
+        return gguf_format(gguf)
+    told = stated_quantisation(folder)
+    return None if told is None else kept_format({"quantization_config": told})
+
+
+def gguf_format(path: Path) -> Format | None:
+    """The format that most experts of a GGUF file keep; None where it has none that are quantised."""
+    from hetero.model.sources import open_source
+
+    with open_source(path) as source:
+        sizes: dict[Format, int] = {}
+        for name, info in source.tensors.items():
+            if "experts" in name and "shared" not in name and info.format is not None:
+                sizes[info.format] = sizes.get(info.format, 0) + info.nbytes
+    return max(sizes, key=lambda fmt: sizes[fmt]) if sizes else None
 
 
 def inventory_of(folder: Path) -> Inventory:

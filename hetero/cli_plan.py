@@ -133,14 +133,9 @@ def own_format(model: ModelRef) -> Format | None:
     """The format that a quantised checkpoint's experts keep; None where it is not quantised."""
     if model.kind != "gguf":
         return kept_format(model.config)
-    from hetero.model.sources import open_source
+    from hetero.auto import gguf_format
 
-    with open_source(model.path) as source:
-        sizes: dict[Format, int] = {}
-        for name, info in source.tensors.items():
-            if "experts" in name and "shared" not in name and info.format is not None:
-                sizes[info.format] = sizes.get(info.format, 0) + info.nbytes
-    return max(sizes, key=lambda fmt: sizes[fmt]) if sizes else None
+    return gguf_format(model.path)
 
 
 def read_counts(path: Path) -> tuple[tuple[float, ...], ...]:

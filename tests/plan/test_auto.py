@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from typer.testing import CliRunner, Result
 
 from hetero import auto, cli
@@ -16,10 +17,14 @@ from hetero.engine.load import Loaded, load_model
 from hetero.engine.request import Request
 from hetero.formats import parse_format
 from hetero.hw import memory
+from hetero.model.build import choose_class
 from hetero.model.demo import TEST_MODEL
 from hetero.plan.kv import sequence_bytes
 from hetero.plan.tiers import all_expert_bytes, dense_bytes
 from hetero.rules import load_rules
+from tests.model.hf_to_gguf import write as write_gguf
+from tests.model.quantised import SCHEMES, small_config, write_quantised
+from tests.model.tiny_moe import tiny_model
 
 GIB = 2**30
 
@@ -45,6 +50,34 @@ def test_a_run_by_its_plan(own_cache: Path) -> None:
     assert "auto: experts in int4 g32, dense layers in float32" in ran.stderr
     kept = call("run", TEST_MODEL, "--rules", file, "-p", "Hello", "--raw", "--max-tokens", 4, "--json")
     assert json.loads(kept.stdout)["text"] == told["text"]
+
+
+def test_a_gguf_file_keeps_its_values(own_cache: Path, tmp_path: Path) -> None:
+    config = small_config("qwen3_moe", norm_topk_prob=True)
+    chosen = choose_class(config)
+    model = tiny_model(chosen.cls, chosen.config, seed=int(torch.randint(2**31, ())))
+    file = tmp_path / "model.gguf"
+    write_gguf(
+        model,
+        file,
+        "qwen3moe",
+        kind_of=lambda name, _: GGMLQuantizationType.Q4_1 if "_exps" in name else None,
+    )
+    ran = call("run", file, "--auto", "--prompt-ids", "1,2,3", "--max-tokens", 2, "--json", "--no-stats")
+    assert ran.exit_code == 0, ran.output
+    assert "auto: experts in int4a g32" in ran.stderr
+    assert "experts keep the checkpoint's values: int4a g32" in ran.stderr
+
+
+def test_a_file_of_modelopt_is_looked_at_too(own_cache: Path, tmp_path: Path) -> None:
+    write_quantised(tmp_path, "qwen3_moe", SCHEMES["modelopt-nvfp4"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    told = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": told}))
+    planned = auto.plan_run(tmp_path, "m", device=None)
+    assert "experts in nvfp4" in planned.note
+    assert load_rules(planned.rules).variables["experts"] == "keep"
 
 
 def test_auto_has_the_last_word() -> None:

@@ -12,7 +12,7 @@ from hetero.model.quantised.base import Finder, InexactError
 from hetero.model.shapes import read_config
 from hetero.model.source import Checkpoint, Source
 
-__all__ = ["METHODS", "InexactError", "is_quantised", "open_quantised"]
+__all__ = ["METHODS", "InexactError", "is_quantised", "open_quantised", "stated_quantisation"]
 
 METHODS: dict[str, Callable[[Finder, Mapping[str, Any]], None]] = {
     "fp8": fp8.find,
@@ -47,9 +47,14 @@ def open_quantised(raw: Checkpoint) -> Source:
     return found.finish(method)
 
 
+def stated_quantisation(folder: Path) -> Mapping[str, Any] | None:
+    """What a folder's configuration says of its checkpoint's quantisation; None: that there is none."""
+    return _configuration(folder)[0]
+
+
 def is_quantised(folder: Path) -> bool:
     """Whether a folder's configuration says that its checkpoint is quantised."""
-    return _configuration(folder)[0] is not None
+    return stated_quantisation(folder) is not None
 
 
 def _configuration(folder: Path) -> tuple[Mapping[str, Any] | None, Path]:
