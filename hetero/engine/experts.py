@@ -67,7 +67,7 @@ class ExpertsOnTiers:
         if not self._sites:
             return
         self._manifest = manifest_of(self._sites, ready.checkpoint.tensors)
-        self._file_name = self._manifest.file_name(ready.folder.resolve().stem)
+        self._file_name = self._manifest.file_name(_model_name(ready.folder))
         found = find(self._cache.look, self._file_name, self._manifest)
         self._file = found.file
         self.notes += found.notes
@@ -127,6 +127,12 @@ class ExpertsOnTiers:
             close_quietly(self._file)
 
 
+def _model_name(model: Path) -> str:
+    """A folder's name as it is, dots and all; a file's without its ending."""
+    path = model.resolve()
+    return path.stem if path.is_file() else path.name
+
+
 def _decide(ready: Ready, sites: Sequence[Site]) -> Tiers:
     """Whether all that goes into RAM fits, and how many experts of the disk tier do."""
     lines = explain(ready.placement, ready.modules, ready.dtype)
@@ -163,7 +169,7 @@ def pack_experts(
     if not sites:
         raise InputError(f"{folder}: the rules give no experts to the CPU's own operator; nothing to pack")
     manifest = manifest_of(sites, ready.checkpoint.tensors)
-    path = output / manifest.file_name(folder.resolve().stem)
+    path = output / manifest.file_name(_model_name(folder))
     if force:
         discard(path)
     found = find((output,), path.name, manifest)

@@ -75,7 +75,7 @@ def only(found: tuple[str, ...], word: str) -> str:
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "gemma4_text"])
 def test_the_same_logits_from_everywhere(tmp_path: Path, own_cache: Path, model_type: str) -> None:
     """gpt_oss has biases, gemma4 a norm after each expert, which torch computes between two calls."""
-    folder = tmp_path / "m"
+    folder = tmp_path / "Model-2.5-7B"
     write(model_type, folder)
     in_ram, small = rules(tmp_path), rules(tmp_path, "disk", "170KiB")
     direct = load_model(folder, rules=in_ram)
@@ -85,6 +85,7 @@ def test_the_same_logits_from_everywhere(tmp_path: Path, own_cache: Path, model_
     kept = load_model(folder, rules=in_ram, store=StoreOptions("write"))
     only(kept.notes, "are kept in")
     (file,) = own_cache.iterdir()
+    assert file.name.startswith("Model-2.5-7B-")
     cached = load_model(folder, rules=in_ram)
     only(cached.notes, "were read from")
     assert torch.equal(logits(kept), want)
