@@ -19,7 +19,7 @@ from hetero.model.loader import LoadPlan, load
 from hetero.model.source import Source
 from hetero.store.cache import discard
 from hetero.store.manifest import Manifest
-from hetero.store.packfile import PackFile, PackWriter
+from hetero.store.packfile import DamagedError, PackFile, PackWriter
 from hetero.store.packing import PackingSink
 
 Progress = Callable[[int, int], None]
@@ -108,14 +108,15 @@ def fill(
 ) -> tuple[set[str], str | None]:
     """Read blocks of ``file`` into the arenas of ``backends``, by name of experts module.
 
-    Returns the names that are filled, and what was wrong with the first block that could not be read; the
-    file is removed then, since it would be as wrong the next time.
+    Returns the names that are filled, and what was wrong with the first block that could not be read. A file
+    of damaged experts is removed, since it would be as wrong the next time.
     """
     blocks = file.manifest.blocks
     total = sum(block.nbytes for block in blocks if block.name in backends)
     done = 0
     filled: set[str] = set()
     damage: str | None = None
+    damaged = False
 
     def count(nbytes: int) -> None:
         nonlocal done
@@ -130,9 +131,10 @@ def fill(
             file.read_block(index, backends[block.name], count)
         except MachineError as error:
             damage = damage or str(error)
+            damaged = damaged or isinstance(error, DamagedError)
             continue
         filled.add(block.name)
-    if damage is not None:
+    if damaged:
         discard(file.path)
     return filled, damage
 
@@ -146,7 +148,7 @@ def keep(path: Path, manifest: Manifest, backends: Mapping[str, CpuExperts], tel
     try:
         writer = PackWriter(path, manifest, tell)
         if writer.ready:
-            return f"{path} has been written by another process meanwhile"
+            return f"packed experts are in {path} already"
         try:
             for index, block in enumerate(manifest.blocks):
                 if not writer.done(index):

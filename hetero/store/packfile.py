@@ -41,6 +41,10 @@ class PackUnusable(Exception):  # noqa: N818  no error: the experts are packed a
     """Why a file cannot serve, as the end of a sentence that begins with its path."""
 
 
+class DamagedError(MachineError):
+    """Experts whose bytes are not those that were written."""
+
+
 class _Layout:
     """Where everything stands in the file of a manifest."""
 
@@ -194,7 +198,7 @@ class PackFile:
     def _compare(self, block: int, expert: int, data: memoryview) -> None:
         where = self.manifest.blocks[block]
         if checksum(data[: where.expert_bytes]) != int(self._sums[block][expert]):
-            raise MachineError(
+            raise DamagedError(
                 f"{self.path}: expert {expert} of {where.name} is damaged (its checksum differs); "
                 "'hetero pack --force' writes the file anew"
             )

@@ -3,6 +3,7 @@ told when a file or the memory does not serve."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -174,6 +175,26 @@ def test_a_file_that_does_not_serve_is_told_once_and_made_anew(tmp_path: Path, o
     weights = folder / "model.safetensors"
     os.utime(weights, ns=(1, 1))
     reloaded("the checkpoint has changed since (model.safetensors)")
+
+
+def test_a_disk_that_fails_once_costs_no_file(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "m"
+    write("qwen3_moe", folder)
+    in_ram = rules(tmp_path)
+    want = logits(load_model(folder, rules=in_ram, store=StoreOptions("write")))
+    (file,) = own_cache.iterdir()
+
+    def failing(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(packfile.DirectFile, "read", failing)
+        found = load_model(folder, rules=in_ram)
+    only(found.notes, "cannot be read: Input/output error; these experts were packed anew")
+    assert torch.equal(logits(found), want)
+    only(load_model(folder, rules=in_ram).notes, f"were read from {file}")
 
 
 def test_a_moved_checkpoint_is_known_again(tmp_path: Path, own_cache: Path) -> None:
