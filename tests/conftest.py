@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 os.environ.setdefault("HETERO_TUNE", "off")
 # Tests are no use that anybody wants counted.
 os.environ.setdefault("HETERO_STATS", "off")
+
+# Without a GPU Triton's kernels are interpreted. Triton reads this when it is imported, which transformers
+# does for some models: so before any test.
+if not list(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Explaining a failure traces every line of a test. On Python 3.11 a traced test once went on for ever, in a
 # process whose threads send each other exceptions, as the bound on a chat template's time does.

@@ -80,7 +80,7 @@ def _check_counts(data: dict[str, Any], where: str, prefix: str = "") -> None:
     for name, value in data.items():
         if isinstance(value, dict):
             _check_counts(value, where, f"{prefix}{name}.")
-        elif name.startswith(("num_", "n_")) and isinstance(value, int | float) and not value <= _MOST:
+        elif str(name).startswith(("num_", "n_")) and isinstance(value, int | float) and not value <= _MOST:
             raise InputError(f"{where}: field '{prefix}{name}' is {value}: at most {_MOST} are possible")
 
 
