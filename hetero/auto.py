@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.config import settings
-from hetero.core import InputError, MachineError
+from hetero.core import MachineError
 from hetero.formats import Format, parse_format
 from hetero.hw import memory
 from hetero.model.gguf_file import locate
@@ -19,9 +20,8 @@ from hetero.plan.planner import Plan, family_format, make_plan
 from hetero.plan.quantised import kept_format
 from hetero.plan.rulefile import rule_file
 from hetero.plan.sizes import gib
-from hetero.plan.tiers import Request
-
-DEFAULT_CONTEXT = 4096
+from hetero.plan.tiers import DEFAULT_CONTEXT, Request
+from hetero.wholefile import write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,9 @@ def plan_run(
     if plan.today.why_not is not None:
         raise MachineError(f"--auto: {plan.today.why_not}; hetero plan tells what would help")
     path = settings().cache / "plans" / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}.yaml"
-    try:
+    with contextlib.suppress(OSError):  # the write tells what is wrong
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(rule_file(plan), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--auto: {path} cannot be written: {error.strerror}") from None
+    write_whole(path, rule_file(plan), "--auto (HETERO_CACHE names another folder):")
     return Auto(path, plan.today.dtype, _note(plan, path))
 
 

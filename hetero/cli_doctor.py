@@ -18,8 +18,9 @@ from rich.text import Text
 
 from hetero import terminal
 from hetero.config import wait_passively
-from hetero.core import InputError, MachineError
+from hetero.core import MachineError
 from hetero.plan.machine import profile_path
+from hetero.wholefile import write_whole
 
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -46,7 +47,8 @@ def doctor(
     if not quick or write_profile is not None:
         profile = make_profile(findings).model_dump_json(indent=2, exclude_none=True) + "\n"
         if write_profile is not None:
-            _write(write_profile, profile)
+            write_whole(write_profile, profile, "--write-profile")
+        terminal.note(f"wrote {write_profile}")
         if not quick:
             _keep(profile)
     problems = [f for f in findings if f.status == "problem"]
@@ -86,14 +88,6 @@ def _show(rows: list[tuple[str, str, str, str]]) -> None:
             text.append(f"\n-> {advice}", style="bold" if status == "problem" else "")
         table.add_row(Text(status, style=_COLOURS[status]), what, text)
     console.print(table)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--write-profile {path}: cannot be written: {error.strerror}") from None
-    terminal.note(f"wrote {path}")
 
 
 def _keep(text: str) -> None:

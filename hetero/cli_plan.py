@@ -29,7 +29,8 @@ from hetero.plan.quantised import kept_format
 from hetero.plan.roofline import Decode, Term
 from hetero.plan.rulefile import rule_file
 from hetero.plan.sizes import gib, parse_size
-from hetero.plan.tiers import Request
+from hetero.plan.tiers import DEFAULT_CONTEXT, Request
+from hetero.wholefile import write_whole
 
 _MOST_COUNT = 1e18  # no NaN, no infinity and nothing that a float does not hold
 
@@ -49,7 +50,12 @@ def plan(
         str | None,
         typer.Option(metavar="64GiB", help="Main memory that may be used. Default: the machine's."),
     ] = None,
-    ctx: Annotated[int, typer.Option(help="Tokens of a sequence, prompt and answer.")] = 4096,
+    ctx: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a sequence, prompt and answer. Default: 4096, or all that the model takes."
+        ),
+    ] = None,
     concurrency: Annotated[int, typer.Option(help="Sequences that run at once.")] = 1,
     hardware: Annotated[
         str | None,
@@ -80,7 +86,7 @@ def plan(
         expert_format=parse_format(format_ or "int4"),
         vram=None if vram is None else parse_size(vram, "--vram"),
         ram=available if ram is None else parse_size(ram, "--ram"),
-        context=ctx,
+        context=DEFAULT_CONTEXT if ctx is None else ctx,
         concurrency=concurrency,
         draft=draft,
         accept=accept,
@@ -90,6 +96,8 @@ def plan(
     )
     found = resolve_model(model, revision=revision)
     inventory = take_inventory(found.config)
+    if ctx is None and inventory.context is not None:
+        request = replace(request, context=min(request.context, inventory.context))
     if counts is None:
         request = replace(request, counts=used_counts(found, inventory))
     if format_ is None:
@@ -99,7 +107,8 @@ def plan(
         request = replace(request, expert_format=fmt, keep=kept is not None)
     made = make_plan(found.name, inventory, machine, request)
     if write is not None:
-        _write(write, rule_file(made))
+        write_whole(write, rule_file(made), "--write")
+        terminal.note(f"wrote {write}")
     if as_json:
         typer.echo(json.dumps(as_dict(made), indent=2))
     else:
@@ -167,14 +176,6 @@ def _is_row(row: object) -> bool:
     return isinstance(row, list) and all(
         isinstance(c, int | float) and not isinstance(c, bool) and -_MOST_COUNT < c < _MOST_COUNT for c in row
     )
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--write {path}: cannot be written: {error.strerror}") from None
-    terminal.note(f"wrote {path}")
 
 
 def show(made: Plan) -> None:

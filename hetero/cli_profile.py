@@ -16,6 +16,7 @@ import typer
 
 from hetero import terminal
 from hetero.core import InputError
+from hetero.wholefile import write_whole
 
 if TYPE_CHECKING:
     from hetero.report.schema import Report
@@ -112,11 +113,13 @@ def _tell(report: Report, others: list[Report], json_to: str | None, html_to: Pa
             show_comparison(report, others)
         sys.stdout.flush()
     if json_to not in (None, "-"):
-        _write(Path(json_to), text + "\n")
+        write_whole(Path(json_to), text + "\n", "--json")
+        terminal.note(f"wrote {json_to}")
     if html_to is not None:
         from hetero.report.page import page
 
-        _write(html_to, page([report, *others]))
+        write_whole(html_to, page([report, *others]), "--html")
+        terminal.note(f"wrote {html_to}")
 
 
 @contextmanager
@@ -141,14 +144,6 @@ def _check_writable(path: Path | None) -> None:
             pass
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
-    terminal.note(f"wrote {path}")
 
 
 def _words(text: str | None) -> list[str]:

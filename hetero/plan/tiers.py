@@ -24,6 +24,9 @@ LEAST_RESIDENT = 0.1  # of the experts that must lie in memory; with fewer, ever
 DENSE_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 EIGHT_BITS = parse_format("int8")
 
+DEFAULT_CONTEXT = 4096
+"""Tokens of a sequence where nobody says."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -32,7 +35,7 @@ class Request:
     expert_format: Format
     vram: int | None = None
     ram: int | None = None
-    context: int = 4096
+    context: int = DEFAULT_CONTEXT
     concurrency: int = 1
     draft: int = 0  # tokens that are drafted for each step
     accept: float = 0.7  # chance that a drafted token is right, given those before
