@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from hetero import cli_doctor, cli_launch, cli_pack, cli_plan, cli_profile, cli_rules, cli_stats, terminal
 from hetero.config import MAX_THREADS, debug, settings, wait_passively
-from hetero.core import HeteroError, InputError
+from hetero.core import HeteroError, InputError, MachineError
 from hetero.trace import check_writable, to_file
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ class _Group(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
         except OSError as error:
+            if error.errno == errno.ENOSPC and error.filename is None:
+                terminal.note(f"hetero: the output cannot be written: {error.strerror}")
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise typer.Exit(MachineError.exit_code) from None
             if error.errno not in _USERS_FILES or error.filename is None:
                 raise _defect(error) from None
             terminal.note(f"hetero: {error.filename}: {error.strerror}")

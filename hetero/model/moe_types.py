@@ -91,11 +91,17 @@ def expert_spec(experts: nn.Module, config: Any) -> ExpertSpec:
     rows, columns = m.down_proj.shape[-2:]
     hidden, intermediate = (columns, rows) if m.is_transposed else (rows, columns)
     activation = find_activation(experts)
+    count, top_k = m.down_proj.shape[0], _top_k(getattr(m, "config", config), config)
+    if not 1 <= top_k <= count:
+        raise InputError(
+            f"the configuration chooses {top_k} experts for a token (num_experts_per_tok, or the type's name "
+            f"for it): must be from 1 to its {count} experts"
+        )
     return ExpertSpec(
-        num_experts=m.down_proj.shape[0],
+        num_experts=count,
         hidden=hidden,
         intermediate=intermediate,
-        top_k=_top_k(getattr(m, "config", config), config),
+        top_k=top_k,
         activation=activation or Activation(),
         has_gate=bool(m.has_gate),
         has_bias=bool(m.has_bias),

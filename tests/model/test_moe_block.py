@@ -18,7 +18,7 @@ from hetero import cpu
 from hetero.core import Activation, ActKind, ExpertSpec, InputError
 from hetero.engine.load import load_model
 from hetero.formats import parse_format
-from hetero.model.build import choose_class, is_experts
+from hetero.model.build import build_meta, choose_class, describe, is_experts
 from hetero.model.convert import Layout
 from hetero.model.moe_types import evaluate, expert_spec, find_activation
 from hetero.ops.experts import CpuExpertsOp, Pending
@@ -345,3 +345,10 @@ def test_activation_formula_agrees_with_the_extension(kind: ActKind, generator: 
     got = backend.forward(x, torch.zeros(7, 1, dtype=torch.long), torch.ones(7, 1))
     want = evaluate(limits, True, 2 * x.double(), -1.5 * x.double())
     assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("top_k", [0, 9])
+def test_as_many_choices_as_experts_at_most(top_k: int) -> None:
+    config = tiny_config("qwen3_moe", num_experts=8, num_experts_per_tok=top_k)
+    with pytest.raises(InputError, match=f"chooses {top_k} experts for a token .*from 1 to its 8 experts"):
+        describe(build_meta(config, torch.float32))

@@ -418,3 +418,13 @@ def test_ctrl_c_while_loading_is_quiet() -> None:
     )
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_behind_stdout() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "hetero.cli", "rules", "list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        3,
+        "hetero: the output cannot be written: No space left on device\n",
+    )
