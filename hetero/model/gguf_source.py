@@ -13,8 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from gguf.constants import MODEL_TENSOR as T
@@ -26,7 +25,7 @@ from hetero.model.gguf_arch import EXPERT_MODULES, Arch, Rule, all_rules, find_a
 from hetero.model.gguf_config import read_config
 from hetero.model.gguf_file import GgufFile, GgufTensor, opened
 from hetero.model.gguf_make import Make
-from hetero.model.source import Piece, TensorInfo
+from hetero.model.source import Closing, Piece, TensorInfo
 from hetero.quant.ggml import ggml_codes, ggml_floats, ggml_format
 from hetero.quant.pack import Codes
 
@@ -57,7 +56,7 @@ def config_of(path: Path) -> dict[str, Any]:
         return read_config(found, lambda tensor: files.floats(tensor).numpy())
 
 
-class _Files:
+class _Files(Closing):
     """Open files of a model, and the bytes of its tensors."""
 
     def __init__(self) -> None:
@@ -99,14 +98,8 @@ class _Files:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class GgufSource:
+class GgufSource(Closing):
     """The tensors of a GGUF file, by the names of transformers' tree.
 
     Raises InputError for whatever is wrong with the file, for an architecture that is not supported, and for
@@ -193,14 +186,6 @@ class GgufSource:
     def close(self) -> None:
         """Close the files. A later read opens them again."""
         self._files.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _recipe(self, name: str) -> _Recipe:
         if name not in self._recipes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +132,23 @@ class Source(Protocol):
     ) -> None: ...
 
 
-class Checkpoint:
+class Closing(ABC):
+    """What a ``with`` closes at its end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files. A later read opens them again."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Checkpoint(Closing):
     """The tensors of a model folder, by the names that the files give them.
 
     ``tensors`` maps names to TensorInfo. Every fault of the files is an InputError: a missing shard, an index
@@ -186,14 +203,6 @@ class Checkpoint:
         """Close the files. A later read opens them again."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:

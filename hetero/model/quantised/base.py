@@ -10,15 +10,13 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from hetero.core import InputError
 from hetero.formats import Format
-from hetero.model.source import Checkpoint, Piece, TensorInfo
+from hetero.model.source import Checkpoint, Closing, Piece, TensorInfo
 from hetero.quant.pack import Codes
 
 REQUANTISE = "set --set experts=int8 (or another format) to have its experts quantised anew"
@@ -174,7 +172,7 @@ class Finder:
         return QuantisedCheckpoint(self.raw, self.matrices, self.taken, self.notes)
 
 
-class QuantisedCheckpoint:
+class QuantisedCheckpoint(Closing):
     """A source of logical tensors over the files of a quantised checkpoint."""
 
     def __init__(
@@ -240,14 +238,6 @@ class QuantisedCheckpoint:
 
     def close(self) -> None:
         self._raw.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _check(self, name: str) -> None:
         if name not in self.tensors:
