@@ -528,6 +528,10 @@ struct Step {
   void run(const Routing& routing, int64_t first_pair) {
     if (mode == Mode::kSum) return sum(routing, first_pair);
     group_pairs(routing, first_pair);
+    if (mode == Mode::kWhole && ws.groups.empty()) {  // other tiers have them all: no thread need hear of it
+      std::fill(out, out + tokens * op.config_.hidden, 0.0f);
+      return;
+    }
     const bool makes_hidden = mode == Mode::kWhole || mode == Mode::kPairs;
     in_side().form = form_of_groups(in_side());
     if (makes_hidden) down_side.form = form_of_groups(down_side);
