@@ -1,0 +1,41 @@
+"""What the runner needs of a decoder and of experts, so that it depends on neither."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Experts(Protocol):
+    """Routed experts of one layer, as far as the runner is concerned; ``hybrid.HybridExperts``."""
+
+    @property
+    def vram_bytes(self) -> int:
+        """Bytes of GPU memory that they hold."""
+
+    def move(self) -> None:
+        """Bring one expert into GPU memory if that is worth it. Captured on a side stream."""
+
+
+class Decoder(Protocol):
+    """One step of a model as kernels that a graph can hold; ``hetero.decode.Decoder``."""
+
+    vocabulary: int
+    state_bytes: int  # of keys, values and recurrent states
+
+    def inputs(self, rows: int) -> Any:
+        """A ``StepInputs`` of fresh static tensors."""
+
+    def step(self, inputs: Any) -> Tensor:
+        """Logits float32 [R, V]."""
+
+    def prefill(self, tokens: Tensor, slot: int, start: int, pages: Tensor) -> Tensor:
+        """Logits float32 [V] after ``tokens`` int64 [T], which follow ``start`` tokens of the slot."""
+
+    def clear(self, slot: int) -> None:
+        """Forget what a slot holds."""
+
+    def gather(self, tokens: Sequence[Sequence[int]]) -> Tensor | None:
+        """N-gram embeddings [n, D] on the host for the newest of each row's last tokens; None without."""
