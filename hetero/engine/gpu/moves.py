@@ -11,7 +11,8 @@ class Side:
     """Work that a step need not wait for until its end. On the CPU it is done at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._forked = False
 
     def run(self, work: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""What goes into a step and what comes out of it, one copy each: pinned buffers, their twins on the device."""
+"""What goes into a step and what comes out, one copy each: pinned buffers and their twins on the device."""
 
 from __future__ import annotations
 
