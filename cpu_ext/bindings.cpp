@@ -348,6 +348,12 @@ NB_MODULE(_cpu, m) {
              nb::gil_scoped_release release;
              e.weights().copy(from, to);
            })
+      .def("replicate",
+           [](Experts& e, int64_t sources) {
+             nb::gil_scoped_release release;
+             const Held own;
+             e.weights().replicate(*own->pool, sources);
+           })
       .def("put",
            [](Experts& e, int64_t expert, int32_t part, uintptr_t data, int32_t type, int64_t rows,
               int64_t cols) {

@@ -12,6 +12,7 @@ namespace hetero {
 namespace {
 
 constexpr int64_t kPage = 4096;
+constexpr int64_t kPiece = 256 * 1024;  // that a thread copies at a time
 constexpr const char* kBlocksAlone = "experts that stay in the blocks of their file take these alone";
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -241,6 +242,33 @@ void Weights::copy(int64_t from, int64_t to) {
                 bias(from, mats_ == 2 ? kGateBias : kUpBias),
                 static_cast<size_t>(bias_bytes(config_, mats_)));
   }
+}
+
+void Weights::replicate(Pool& pool, int64_t sources) {
+  // Every place in an expert holds the same kind of field in all experts, and pieces begin at whole fields,
+  // so that pieces of different experts make an expert. Where experts are cut over nodes their cuts differ,
+  // and each is copied whole.
+  struct Job {
+    Weights& weights;
+    int64_t sources, pieces, bytes;
+  } job{*this, sources, 1, part_bytes(0, 0)};
+  if (parts_ == 1) job.pieces = (job.bytes + kPiece - 1) / kPiece;
+  auto piece = [](void* ctx, int64_t chunk, int) {
+    const Job& j = *static_cast<Job*>(ctx);
+    const int64_t to = j.sources + chunk / j.pieces, at = chunk % j.pieces * kPiece;
+    const int64_t from =
+        static_cast<int64_t>((static_cast<uint64_t>(chunk) * 0x9e3779b97f4a7c15ull) >> 33) % j.sources;
+    if (j.weights.parts_ > 1) {
+      j.weights.copy(from, to);
+      return;
+    }
+    for (int copy = 0; copy < j.weights.copies_; ++copy) {
+      std::memcpy(j.weights.base(to, copy) + at, j.weights.base(from, copy) + at,
+                  static_cast<size_t>(std::min(kPiece, j.bytes - at)));
+    }
+  };
+  const Phase phase = {(config_.experts - sources) * job.pieces, piece, &job};
+  pool.run(&phase, 1);
 }
 
 template <class Piece>

@@ -108,6 +108,9 @@ class Weights {
   void put_ggml(Pool& pool, int64_t expert, Part part, const GgmlSource& source);
   // Gives expert `to` the packed bytes of expert `from`.
   void copy(int64_t from, int64_t to);
+  // Gives every expert from `sources` on a mixture of the packed bytes of those before it, on the pool's
+  // threads: random weights at the speed of memory.
+  void replicate(Pool& pool, int64_t sources);
 
   // Bytes of a whole expert in the layout of kernels.h, whatever the placement; padding is not copied.
   int64_t whole_bytes() const;

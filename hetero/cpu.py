@@ -380,6 +380,21 @@ class CpuExperts:
         self._experts.copy(source, target)
         self._put.update((target, part) for part in self._parts)
 
+    def replicate(self, sources: int) -> None:
+        """Give every expert from ``sources`` on a mixture of the packed bytes of those before: synthetic
+        weights at the speed of memory, by all threads of the pool, which so are the first to touch the pages.
+
+        Raises InputError where a source is incomplete or another expert has parts already.
+        """
+        count = self.spec.num_experts
+        if not 1 <= sources <= count or not all(map(self.complete, range(sources))):
+            raise InputError(f"cannot make {count} experts of the first {sources}: they are not complete")
+        if any(expert >= sources for expert, _ in self._put):
+            raise InputError(f"experts from {sources} on: given twice")
+        if sources < count:
+            self._experts.replicate(sources)
+        self.filled(range(sources, count))
+
     @property
     def whole_bytes(self) -> int:
         """Bytes of one whole expert, packed, in the layout that every placement shares."""

@@ -122,6 +122,21 @@ def test_copied_experts_equal_their_source(generator: torch.Generator) -> None:
         assert experts.plain_read() == experts.nbytes // (3 if numa == "replicate" else 1)
 
 
+def test_replicated_experts_equal_a_source(generator: torch.Generator) -> None:
+    cpu.use_machine(paper(3))
+    spec = ExpertSpec(6, 96, 224, 1, has_bias=True)
+    weights = {k: v for k, v in random_weights(spec, generator).items() if k[0] < 2}
+    for numa in ("split", "replicate"):
+        experts = CpuExperts(spec, parse_format("int4"), numa=numa)
+        for (expert, part), tensor in weights.items():
+            experts.put(expert, part, tensor)  # type: ignore[arg-type]
+        experts.replicate(2)
+        x = torch.randn(3, 96, generator=generator)
+        outs = [experts.forward(x, torch.full((3, 1), e), torch.ones(3, 1)) for e in range(6)]
+        for out in outs[2:]:
+            assert torch.equal(out, outs[0]) or torch.equal(out, outs[1])
+
+
 def test_more_nodes_than_threads(generator: torch.Generator) -> None:
     """Nodes without a thread are served by the others."""
     cpu.use_machine(paper(4))

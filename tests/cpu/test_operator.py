@@ -668,3 +668,35 @@ def test_codes_that_do_not_fit_are_refused() -> None:
         experts.put_codes(0, "up", codes, scales)
     with pytest.raises(InputError, match="no codes"):
         CpuExperts(ExpertSpec(1, 64, 64, 1), parse_format("f32")).put_codes(0, "up", codes, scales)
+
+
+def test_replicated_experts_are_made_of_their_sources(generator: torch.Generator) -> None:
+    """Of several pieces, so that experts mix; each piece is one of the sources' at its place."""
+    spec = ExpertSpec(9, 768, 704, 1, has_bias=True)
+    experts = CpuExperts(spec, parse_format("int8"))
+    weights = random_weights(spec, generator)
+    for expert in range(3):
+        for part in experts._parts:
+            experts.put(expert, part, weights[expert, part])
+    with pytest.raises(InputError, match="the first 4: they are not complete"):
+        experts.replicate(4)
+    experts.replicate(3)
+    assert experts.missing() == []
+    with pytest.raises(InputError, match="experts from 3 on: given twice"):
+        experts.replicate(3)
+    stride, size, piece = experts._experts.stride, experts.whole_bytes, 256 * 1024
+    raw = torch.frombuffer(experts.view(0, 9), dtype=torch.uint8).view(9, stride)[:, :size]
+    assert size > 2 * piece
+    used = set()
+    for expert in range(3, 9):
+        for at in range(0, size, piece):
+            mine = raw[expert, at : at + piece]
+            same = [s for s in range(3) if torch.equal(mine, raw[s, at : at + piece])]
+            assert len(same) == 1
+            used.add((expert, same[0]))
+    assert len(used) > 6  # some expert has pieces of two
+    out = experts.forward(
+        torch.randn(2, 768, generator=generator), torch.tensor([[3], [8]]), torch.ones(2, 1)
+    )
+    assert out.isfinite().all()
+    assert not torch.equal(out[0], out[1])
