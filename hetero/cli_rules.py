@@ -19,7 +19,7 @@ from hetero.registry import load_class, op_names
 from hetero.rules import Placement, RuleSet, load_rules, match
 from hetero.rules.defaults import default_rules_for, shipped
 from hetero.rules.devices import parse_devices
-from hetero.rules.explain import DENSE_BYTES, Line, explain, group, human, totals
+from hetero.rules.explain import CACHE, DENSE_BYTES, Line, explain, group, human, totals
 from hetero.rules.migrate import migrate
 from hetero.rules.mistakes import Mistakes
 from hetero.rules.options import schemas_for
@@ -252,7 +252,7 @@ def _print_table(placement: Placement, model_type: str, lines: list[Line], every
         line = one.line
         if not (every or one.bytes or (line.owner is None and line.op != "keep")):
             continue
-        op = line.op if line.owner is None else f"in {line.op}"
+        op = line.op if line.owner is None or line.op == CACHE else f"in {line.op}"
         table.add_row(
             one.pattern or "(root)", line.cls, line.rule, op, line.device, line.format, human(one.bytes)
         )

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from hetero.core import ExpertSpec, InputError
+from hetero.formats import BLOCK_ROWS
 from hetero.model.build import is_experts
 from hetero.model.moe_types import expert_spec
 from hetero.ops.experts import CpuExpertsOp, Pending, make_backend
+from hetero.ops.linear import Linear
 from hetero.ops.recipes import RECIPES, Recipe
 from hetero.ops.watch import layer_of
 from hetero.registry import register_op
@@ -69,6 +71,8 @@ class MoeBlock(nn.Module):
                 f"op 'moe' was given {name or 'the whole model'} ({type(module).__name__}), "
                 "which holds no routed experts of transformers' experts interface"
             )
+        if options.get("format"):
+            _pack_linears(module, sites, name=name, config=config, device=device, fmt=options["format"])
         experts_options = dict(options.get("experts", {}))
         # With the block on a GPU, the CPU's work and the shared expert's run side by side. On the CPU alone
         # they would share its cores.
@@ -137,6 +141,22 @@ class MoeBlock(nn.Module):
 
     def extra_repr(self) -> str:
         return self.block_class
+
+
+def _pack_linears(
+    block: nn.Module, sites: list[str], *, name: str, config: Any, device: str, fmt: str
+) -> None:
+    """Linear layers of the block that are no experts, but for gates of a few outputs."""
+    for path, child in list(block.named_modules()):
+        if type(child) is not nn.Linear or child.out_features < BLOCK_ROWS:
+            continue
+        if any(path.startswith(f"{site}.") for site in sites):
+            continue
+        parent, _, leaf = path.rpartition(".")
+        packed = Linear.from_module(
+            child, name=f"{name}.{path}", config=config, device=device, options={"format": fmt}
+        )
+        setattr(block.get_submodule(parent) if parent else block, leaf, packed)
 
 
 def _experts(

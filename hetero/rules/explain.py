@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero.core import ExpertSpec, ModuleInfo
@@ -13,6 +13,8 @@ from hetero.rules.options import expected_format
 from hetero.rules.placement import Assignment, Placement
 
 _RUNS = 3  # runs of numbers that a folded name spells out
+CACHE = "cache of moe"
+"""Operator of lines for experts that a GPU holds besides main memory."""
 DENSE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -67,13 +69,35 @@ def bytes_of_experts(spec: ExpertSpec, fmt: str, down_format: str | None = None)
 
 def explain(placement: Placement, modules: Sequence[ModuleInfo], dtype: str = "float32") -> list[Line]:
     """One line per module that has an assignment. ``dtype``: of dense weights. Weights of experts that op
-    "moe" takes are counted in their packed format."""
+    "moe" takes are counted in their packed format. Experts of which a GPU holds some besides have a second
+    line, where their rule says how many."""
     lines = []
+    cached: list[tuple[Line, Assignment]] = []
     for module in modules:
         assignment = placement.by_module.get(module.name)
-        if assignment is not None:
-            lines.append(_line(module, assignment, placement.by_module, dtype))
-    return lines
+        if assignment is None:
+            continue
+        line = _line(module, assignment, placement.by_module, dtype)
+        lines.append(line)
+        owner = placement.by_module.get(assignment.owner or "", assignment)
+        if module.experts is not None and owner.op == "moe" and line.device == "cpu":
+            cached.append((line, owner))
+    return lines + _caches(cached)
+
+
+def _caches(experts: Sequence[tuple[Line, Assignment]]) -> list[Line]:
+    """The lines of what GPUs hold of experts in main memory."""
+    of_rule: dict[str, int] = {}
+    for line, owner in experts:
+        of_rule[owner.rule.label] = of_rule.get(owner.rule.label, 0) + line.bytes
+    found = []
+    for line, owner in experts:
+        total = of_rule[owner.rule.label]
+        held = owner.options["experts"]["cache"].of(total)
+        if held and owner.device != "cpu":
+            share = line.bytes * held // total
+            found.append(replace(line, op=CACHE, device=owner.device, bytes=share))
+    return found
 
 
 def totals(lines: Sequence[Line]) -> dict[str, int]:
@@ -127,13 +151,21 @@ def _line(
         first, down = experts.get("formats", {}).get(module.name, (expected, expected))
         fmt = first if first == down else f"{first} + {down}"
         size = bytes_of_experts(module.experts, first, down)
-    elif acting.op == "linear" and size:
-        linear = parse_format(acting.options["format"])
+    elif size and (packed := _linear_format(module, acting)) is not None:
+        linear = parse_format(packed)
         # Without the padding of blocks, which the number of weights does not tell.
         fmt, size = str(linear), int(module.own_params * linear.bits_per_weight / 8)
     cls = module.classes[0] if module.classes else ""
     op = acting.op or acting.cls or ""
     return Line(module.name, cls, assignment.rule.name, op, assignment.device, fmt, size, assignment.owner)
+
+
+def _linear_format(module: ModuleInfo, acting: Assignment) -> str | None:
+    """The format of a packed linear layer, alone or in a MoE block; None for what is not packed."""
+    if acting.op == "linear" or (acting.op == "moe" and "Linear" in module.classes):
+        found: str | None = acting.options.get("format")
+        return found
+    return None
 
 
 def _collapse(name: str) -> str:

@@ -12,6 +12,7 @@ from hetero.formats import GPU_FORMATS, Format, parse_format, parse_target
 from hetero.hw.memory import parse_bytes
 from hetero.hw.placement import NUMA_WORDS, parse_numa
 from hetero.rules.devices import check_device
+from hetero.rules.gpu_options import fused_options, read_cache, read_share
 from hetero.rules.mistakes import Mistakes
 from hetero.rules.schema import EXPERT_KEYS, Replace, check_keys
 from hetero.rules.source import Value, did_you_mean, listed
@@ -66,11 +67,13 @@ def expected_format(text: str) -> Format:
 
 
 def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
-    """``experts: {device, format, isa, numa, threads, backend, tier, ram}``, defaults filled in."""
+    """``experts: {device, format, isa, numa, threads, backend, tier, ram, cache, share}`` with the defaults,
+    and ``format`` of the block's linear layers, None: as they are."""
     mistakes = Mistakes()
+    dense: str | None = None
     with mistakes:
         if replace.kwargs is not None:
-            replace.kwargs.where.fail("op 'moe' takes no 'kwargs'; its options stand under 'experts'")
+            dense = _linear_format(replace.kwargs, replace, devices, "'kwargs: {format: ...}' of op 'moe'")
     experts = replace.experts or Value({}, replace.where)
     with mistakes:
         check_keys(experts, "'experts'", ("device", *EXPERT_KEYS))
@@ -84,6 +87,8 @@ def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
         "backend": lambda: _word(get("backend"), "backend", BACKENDS),
         "tier": lambda: _tier(get("tier"), get("backend")),
         "ram": lambda: _ram(get("ram"), get("tier")),
+        "cache": lambda: read_cache(experts, replace),
+        "share": lambda: read_share(experts, replace),
     }
     options: dict[str, Any] = {}
     for key in ("isa", "numa"):
@@ -95,7 +100,7 @@ def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
         with mistakes:
             options[key] = read()
     mistakes.tell()
-    return {"experts": options}
+    return {"experts": options, "format": dense}
 
 
 def keep_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
@@ -110,23 +115,17 @@ def keep_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
 
 def linear_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
     """``kwargs: {format}``."""
-    given = replace.kwargs or Value({}, replace.where)
     mistakes = Mistakes()
     with mistakes:
         if replace.experts is not None:
             replace.experts.where.fail(
                 "'experts' belongs to op 'moe'; op 'linear' takes 'kwargs: {format: ...}'"
             )
+    fmt: str | None = None
     with mistakes:
-        check_keys(given, "'kwargs'", ("format",))
-    with mistakes:
-        device = check_device(replace.device, replace.where, devices)
-        if device == "cpu":
-            replace.where.fail("op 'linear' runs on a GPU: write 'device: cuda:0', or 'op: keep' for the CPU")
-        _gpu_format(given.data.get("format"), device, "linear layers")
+        fmt = _linear_format(replace.kwargs or Value({}, replace.where), replace, devices, "op 'linear'")
     mistakes.tell()
-    value = given.data.get("format")
-    return {"format": DEFAULT_FORMAT if value is None else str(value.data)}
+    return {"format": fmt or DEFAULT_FORMAT}
 
 
 def free_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
@@ -140,6 +139,7 @@ BUILTIN: Mapping[str, OpSchema] = {
     "moe": OpSchema(moe_options, needs_moe_block=True),
     "keep": OpSchema(keep_options, owns_subtree=False),
     "linear": OpSchema(linear_options),
+    "fused": OpSchema(fused_options, owns_subtree=False),
 }
 FOREIGN = OpSchema(free_options)
 
@@ -189,6 +189,21 @@ def _gpu_format(value: Value | None, device: str, what: str) -> None:
     if parsed.name not in GPU_FORMATS:
         valid = listed(GPU_FORMATS)
         value.where.fail(f"{what} on '{device}': no kernels for {parsed}; it is one of {valid}")
+
+
+def _linear_format(kwargs: Value, replace: Replace, devices: Sequence[str], op: str) -> str | None:
+    """``kwargs: {format}`` of linear layers on a GPU; None where it says nothing."""
+    mistakes = Mistakes()
+    with mistakes:
+        check_keys(kwargs, "'kwargs'", ("format",))
+    value = kwargs.mapping("'kwargs'").get("format")
+    with mistakes:
+        device = check_device(replace.device, replace.where, devices)
+        if device == "cpu":
+            replace.where.fail(f"{op} runs on a GPU: write 'device: cuda:0', or 'op: keep' for the CPU")
+        _gpu_format(value, device, "linear layers")
+    mistakes.tell()
+    return None if value is None else str(value.data)
 
 
 def _is_kt(backend: Value | None) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetero.core import InputError
+from hetero.rules.gpu_options import CacheSize
 from tests.unit.rules_tree import GOOD, MOE, REST, SPEC, place, tree, write
 
 CUDA = ("cpu", "cuda:0", "cuda:1")
@@ -68,7 +69,10 @@ def test_options_come_complete(tmp_path: Path) -> None:
             "backend": "native",
             "tier": "ram",
             "ram": None,
-        }
+            "cache": CacheSize(),
+            "share": None,
+        },
+        "format": None,
     }
 
 

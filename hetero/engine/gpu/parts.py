@@ -12,11 +12,15 @@ class Experts(Protocol):
     """Routed experts of one layer, as far as the runner is concerned; ``hybrid.HybridExperts``."""
 
     @property
-    def vram_bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of GPU memory that they hold."""
 
-    def move(self) -> None:
-        """Bring one expert into GPU memory if that is worth it. Captured on a side stream."""
+
+class Shared(Protocol):
+    """What the experts of all layers have in common; ``hybrid_shared.HybridShared``."""
+
+    def join(self) -> None:
+        """The current stream waits for the moves of this step."""
 
 
 class Decoder(Protocol):

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from hetero.config import settings
 from hetero.core import HeteroError
-from hetero.engine.gpu.moves import Side
 from hetero.engine.gpu.pages import Pages
-from hetero.engine.gpu.parts import Decoder, Experts
+from hetero.engine.gpu.parts import Decoder, Experts, Shared
 from hetero.engine.gpu.staging import Results, Staging
 from hetero.engine.handoff import Handoff
 
@@ -40,8 +39,8 @@ class GpuRunner:
     """A fused decoder, its experts, the hand-off and one captured graph for each number of rows.
 
     ``slots``: sequences at once. ``context``: most tokens of one. ``rows``: sizes of graphs. ``eager``: no
-    graphs, which on the CPU is so in any case. ``side``: the stream of the experts' moves, if the decoder
-    has them made. One thread at a time.
+    graphs, which on the CPU is so in any case. ``shared``: what the experts have in common. One thread
+    at a time.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class GpuRunner:
         context: int,
         rows: Sequence[int] = ROWS,
         eager: bool = False,
-        side: Side | None = None,
+        shared: Shared | None = None,
         chunk: int | None = None,
     ) -> None:
         self.decoder, self.experts, self.handoff = decoder, list(experts), handoff
@@ -65,7 +64,7 @@ class GpuRunner:
         self.pages = Pages(slots, context, self.device)
         self._staging = {n: Staging(decoder.inputs(n), n, self.pages.table) for n in self.rows}
         self._results = {n: Results(n, self.device) for n in self.rows}
-        self._side = side
+        self._shared = shared
         self._chunk = chunk or settings().prefill_chunk
         self._free = list(range(slots - 1, -1, -1))
         self._length = [0] * slots
@@ -124,6 +123,8 @@ class GpuRunner:
                 staging.ple[: len(rows)] = gathered
             staging.fill([(token, slot, self._length[slot]) for slot, token in rows])
             out = self.decoder.step(staging.inputs)
+            if self._shared is not None:
+                self._shared.join()
             results.take(out)
         for slot, _ in rows:
             self._length[slot] += 1
