@@ -27,13 +27,9 @@ SILU, GELU, GELU_TANH, RELU, RELU2 = (tl.constexpr(kind) for kind in range(5))
 
 
 @triton.jit
-def quantise_rows(x, q, scale, k, k_pad, GROUPS: tl.constexpr):
-    """x [T, k] to q int8 [T, k_pad], zeros beyond k, and scale float32 [T, k_pad / 32], as the extension's
-    ``QuantFn`` does; program (row, GROUPS groups)."""
-    row = tl.program_id(0)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    at = group[:, None] * ACT_GROUP + tl.arange(0, ACT_GROUP)[None, :]
-    value = tl.load(x + row * k + at, mask=at < k, other=0.0).to(tl.float32)
+def coded(value):
+    """(codes int8 [groups, 32], scales float32 [groups]) of float32 values, as the extension's ``QuantFn``
+    makes them."""
     size = tl.abs(value)
     # A NaN passes through the sum, though not through every maximum.
     bad = tl.sum(size * 0.0, 1) != 0.0
@@ -42,10 +38,21 @@ def quantise_rows(x, q, scale, k, k_pad, GROUPS: tl.constexpr):
     inverse = tl.div_rn(tl.full(amax.shape, 127.0, tl.float32), tl.where(zero, 1.0, amax))
     clean = tl.where(zero[:, None], 0.0, value)
     code = (clean * inverse[:, None] + ROUNDER) - ROUNDER
-    here = group < k_pad // ACT_GROUP
-    tl.store(q + row * k_pad + at, code.to(tl.int8), mask=here[:, None])
     known = tl.div_rn(tl.where(amax < TINY, 0.0, amax), tl.full(amax.shape, 127.0, tl.float32))
-    tl.store(scale + row * (k_pad // ACT_GROUP) + group, tl.where(bad, float("nan"), known), mask=here)
+    return code.to(tl.int8), tl.where(bad, float("nan"), known)
+
+
+@triton.jit
+def quantise_rows(x, q, scale, k, k_pad, stride, GROUPS: tl.constexpr):
+    """x [T, k], whose rows are ``stride`` apart, to q int8 [T, k_pad], zeros beyond k, and scale float32 [T,
+    k_pad / 32]; program (row, GROUPS groups)."""
+    row = tl.program_id(0)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * ACT_GROUP + tl.arange(0, ACT_GROUP)[None, :]
+    code, known = coded(tl.load(x + row * stride + at, mask=at < k, other=0.0).to(tl.float32))
+    here = group < k_pad // ACT_GROUP
+    tl.store(q + row * k_pad + at, code, mask=here[:, None])
+    tl.store(scale + row * (k_pad // ACT_GROUP) + group, known, mask=here)
 
 
 @triton.jit

@@ -12,9 +12,9 @@ from hetero.core import InputError
 from hetero.cpu import pack_matrix
 from hetero.formats import BLOCK_ROWS, Format, parse_format
 from hetero.ops.gpu import linear_kernels
-from hetero.ops.gpu.packed import STEPS, matrix_sizes, quantised_rows
+from hetero.ops.gpu.packed import matrix_sizes
 
-# Up to so many rows weights are read once a row, which the caches bear; beyond it they are decoded first.
+# Up to so many rows weights are used as they are; beyond it they are decoded first.
 _FEW = 16
 # Outputs that are decoded at a time: a buffer of some tens of megabytes.
 _CHUNK = 8192
@@ -24,8 +24,9 @@ _BLOCKS, _DEPTH = 4, 64
 class PackedLinear(nn.Module):
     """Takes the place of a ``torch.nn.Linear``, whose weights are packed when they have arrived.
 
-    For few rows activations are int8 in groups of 32 and sums exact up to their order, as in experts; for
-    many, products are bf16.
+    ``packed``: uint8, the blocks of experts, for few rows of which activations are int8 in groups of 32 and
+    sums exact up to their order; for bf16, which is not quantised, the weight [n, k] as torch has it. Many
+    rows are multiplied in bf16.
     """
 
     def __init__(self, linear: nn.Linear, fmt: Format, device: str) -> None:
@@ -53,29 +54,26 @@ class PackedLinear(nn.Module):
         source = self.source
         if source is None:
             return
-        self.register_buffer(
-            "packed", pack_matrix(self.format, source.weight.detach().cpu()).to(self._device)
-        )
+        weight = source.weight.detach()
+        packed = pack_matrix(self.format, weight.cpu()) if self.format.quantised else weight.bfloat16()
+        self.register_buffer("packed", packed.to(self._device).contiguous())
         bias = None if source.bias is None else source.bias.detach().float().to(self._device)
         self.register_buffer("bias", bias)
         self.source = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features] in its dtype."""
-        rows = x.reshape(-1, self.in_features)
-        sizes = matrix_sizes(self.format, self.out_features, self.in_features)
-        few = rows.shape[0] <= _FEW
-        out = self._few(rows.contiguous(), sizes) if few else self._many(rows, sizes)
-        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        from hetero.ops.gpu.fused import PackedMatrix, plain_rows, project  # which build on this module
 
-    def _few(self, rows: Tensor, sizes: dict[str, Any]) -> Tensor:
-        q, scales = quantised_rows(self.format, rows, sizes["K"])
-        out = torch.empty(rows.shape[0], self.out_features, dtype=torch.float32, device=rows.device)
-        linear_kernels.few_rows[(-(-self.out_features // BLOCK_ROWS), rows.shape[0])](
-            self.packed, q, scales, out if self.bias is None else self.bias, out,
-            HAS_BIAS=self.bias is not None, STEPS=STEPS, ASM=rows.device.type != "cpu", **sizes,
-        )  # fmt: skip
-        return out
+        rows = x.reshape(-1, self.in_features)
+        if rows.shape[0] <= _FEW:
+            out = project(plain_rows(self.format, rows), PackedMatrix.from_linear(self), torch.float32)
+        elif self.format.quantised:
+            out = self._many(rows, matrix_sizes(self.format, self.out_features, self.in_features))
+        else:
+            out = nn.functional.linear(rows.bfloat16(), self.packed).float()
+            out = out if self.bias is None else out + self.bias
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _many(self, rows: Tensor, sizes: dict[str, Any]) -> Tensor:
         rows = rows.bfloat16()

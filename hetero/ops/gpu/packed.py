@@ -30,7 +30,7 @@ def matrix_sizes(fmt: Format, n: int, k: int) -> dict[str, Any]:
 
 
 def quantised_rows(fmt: Format, x: Tensor, k_pad: int) -> tuple[Tensor, Tensor]:
-    """Rows [T, k], contiguous, as kernels for few rows read them: words of int8 codes, and scales; for a
+    """Rows [T, k] as kernels for few rows read them: words of int8 codes, and scales; for a
     format that is not quantised the values, padded."""
     rows, k = x.shape
     if not fmt.quantised:
@@ -39,5 +39,7 @@ def quantised_rows(fmt: Format, x: Tensor, k_pad: int) -> tuple[Tensor, Tensor]:
         return q, q
     q = torch.empty(rows, k_pad, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, k_pad // ACT_GROUP, dtype=torch.float32, device=x.device)
-    expert_kernels.quantise_rows[(rows, -(-k_pad // ACT_GROUP // 4))](x, q, scales, k, k_pad, GROUPS=4)
+    expert_kernels.quantise_rows[(rows, -(-k_pad // ACT_GROUP // 4))](
+        x, q, scales, k, k_pad, x.stride(0), GROUPS=4
+    )
     return q.view(torch.int32), scales

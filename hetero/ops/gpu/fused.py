@@ -1,0 +1,179 @@
+"""Building blocks of dense decode steps: prologues that make rows, and the projection that takes them.
+
+All are for few rows T (16 at most, though nothing breaks beyond), are one kernel each, allocate only by
+shapes and never wait for the device: they can be captured. Tensors may be slices: the last dimension must be
+contiguous, rows may be any distance apart.
+
+A prologue is told the format of the matrix that its rows go to. For a quantised one (int8, int4) rows are
+int8 codes in groups of 32, as experts take them; for one that is not (bf16, f32) they are values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from hetero.formats import ACT_GROUP, BLOCK_ROWS, Format, padded_k
+from hetero.ops.gpu import expert_kernels, fused_kernels, linear_kernels
+from hetero.ops.gpu.matrix import PackedMatrix
+
+__all__ = [
+    "Normed", "PackedMatrix", "Rows", "gated_norm_rows", "norm_rows", "plain_rows", "project",
+    "sigmoid_gated_rows", "swiglu_rows",
+]  # fmt: skip
+
+
+class Rows(NamedTuple):
+    """Rows of activations as kernels read them; of use to every matrix of the same kind and k."""
+
+    q: Tensor
+    """Quantised: int8 codes [T, k_pad], zeros beyond k. Else the values [T, k]."""
+    scales: Tensor
+    """Quantised: float32 [T, k_pad / 32]. Else the values once more."""
+
+
+class Normed(NamedTuple):
+    """What ``norm_rows`` gives."""
+
+    rows: Rows
+    x: Tensor
+    """The normed values [T, k] in the dtype of its x, of which ``rows`` are made."""
+    residual: Tensor
+    """x plus what was added, in the same dtype; x itself where nothing was."""
+
+
+def plain_rows(fmt: Format, x: Tensor) -> Rows:
+    """Rows of x [T, k] as it is; no kernel where values are taken."""
+    if not fmt.quantised:
+        return Rows(x, x)
+    rows, k = x.shape
+    made, k_pad = _empty(fmt, rows, k, x)
+    expert_kernels.quantise_rows[(rows, -(-k_pad // ACT_GROUP // 4))](
+        x, made.q, made.scales, k, k_pad, x.stride(0), GROUPS=4, num_warps=1
+    )
+    return made
+
+
+def norm_rows(  # noqa: PLR0917
+    fmt: Format,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    add: Tensor | None = None,
+    *,
+    shared: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Normed:
+    """The root mean square norm of x + add + shared * sigmoid(gate), times ``offset + weight``.
+
+    x, add, shared [T, k], each of any float dtype; gate [T] or [T, 1], of ``shared`` alone, which counts
+    whole without it. The sum is rounded to the dtype of x, and is the new residual.
+    """
+    rows, k = x.shape
+    made, k_pad = _empty(fmt, rows, k, x)
+    normed = torch.empty(rows, k, dtype=x.dtype, device=x.device)
+    sums = add is not None or shared is not None
+    residual = torch.empty_like(normed) if sums else x
+    groups = triton.next_power_of_2(-(-k_pad // ACT_GROUP))
+    parts = [x if part is None else part for part in (add, shared, gate)]
+    fused_kernels.norm_rows[(rows,)](
+        x, *parts, weight, residual, normed, made.q, made.scales, eps, offset,
+        x.stride(0), *(part.stride(0) for part in parts),
+        K=k, K_PAD=k_pad, GROUPS=groups, HAS_ADD=add is not None, HAS_SHARED=shared is not None,
+        HAS_GATE=gate is not None, QUANTISED=fmt.quantised, num_warps=_warps(groups),
+    )  # fmt: skip
+    return Normed(made if fmt.quantised else Rows(normed, normed), normed, residual)
+
+
+def swiglu_rows(fmt: Format, gate_up: Tensor, kind: int = expert_kernels.SILU.value) -> Rows:
+    """Rows [T, I] of act(gate) * up, of gate_up [T, 2 * I]; ``kind``: a number of ``expert_kernels``."""
+    rows, k = gate_up.shape[0], gate_up.shape[1] // 2
+    made, k_pad = _empty(fmt, rows, k, gate_up)
+    fused_kernels.swiglu_rows[(rows, -(-k_pad // ACT_GROUP // 4))](
+        gate_up, made.q, made.q, made.scales, gate_up.stride(0),
+        K=k, K_PAD=k_pad, GROUPS=4, KIND=kind, QUANTISED=fmt.quantised, num_warps=1,
+    )  # fmt: skip
+    return made
+
+
+def gated_norm_rows(
+    fmt: Format, y: Tensor, z: Tensor, weight: Tensor, eps: float, *, silu: bool = True
+) -> Rows:
+    """Rows [T, heads * dim] of y [T, heads, dim], normed by the root mean square of each head, times
+    ``weight`` [dim], times silu(z), z [T, heads * dim]; not ``silu``: times sigmoid(z)."""
+    heads = torch.unflatten(z, 1, y.shape[1:])
+    return _gated(fmt, y, heads, silu=silu, weight=weight, eps=eps)
+
+
+def sigmoid_gated_rows(fmt: Format, y: Tensor, gate: Tensor) -> Rows:
+    """Rows [T, heads * dim] of y times sigmoid(gate), both [T, heads, dim]; of the gate heads may be any
+    distance apart, too."""
+    return _gated(fmt, y, gate, silu=False)
+
+
+def _gated(
+    fmt: Format, y: Tensor, gate: Tensor, *, silu: bool, weight: Tensor | None = None, eps: float = 0.0
+) -> Rows:
+    rows, heads, dim = y.shape
+    # Where a head does not end with a group its rows are quantised in a second kernel.
+    whole = fmt.quantised and dim % ACT_GROUP == 0
+    k_pad = padded_k(fmt, heads * dim)
+    made = _empty(fmt, rows, heads * dim, y)[0] if whole or not fmt.quantised else None
+    values = torch.empty(rows, heads * dim, dtype=y.dtype, device=y.device) if made is None else made.q
+    extra = -(-(k_pad - heads * dim) // dim) if whole else 0
+    width = triton.next_power_of_2(max(dim, ACT_GROUP))
+    target = Rows(values, values) if made is None else made
+    fused_kernels.gated_rows[(heads + extra, rows)](
+        y, gate, y if weight is None else weight, values, *target, eps,
+        y.stride(0), gate.stride(0), gate.stride(1),
+        HEADS=heads, DIM=dim, WIDTH=width, K_PAD=k_pad, NORM=weight is not None, SILU=silu, QUANTISED=whole,
+        num_warps=_warps(width // ACT_GROUP),
+    )  # fmt: skip
+    return plain_rows(fmt, values) if made is None else made
+
+
+def project(rows: Rows, m: PackedMatrix, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[T, n] in ``out_dtype``: the products of rows and a matrix, plus its bias; sums are float32, and the
+    same in every run, for whatever other rows there are.
+
+    Raises ValueError where the rows were not made for this matrix.
+    """
+    count = rows.q.shape[0]
+    out = torch.empty(count, m.n, dtype=out_dtype, device=rows.q.device)
+    bias = out if m.bias is None else m.bias
+    few = min(triton.next_power_of_2(count), 4)
+    common: dict[str, Any] = {"HAS_BIAS": m.bias is not None, "COUNT": few}
+    wanted = m.sizes["K"] if m.format.quantised else m.k
+    if rows.q.shape[1] != wanted or (rows.q.dtype == torch.int8) != m.format.quantised:
+        raise ValueError(
+            f"rows {list(rows.q.shape)} {rows.q.dtype} for a matrix of {m.k} inputs in {m.format}"
+        )
+    if m.format.quantised:
+        linear_kernels.project_packed[(-(-m.n // BLOCK_ROWS), -(-count // few))](
+            m.packed, rows.q.view(torch.int32), rows.scales, bias, out, count,
+            STEPS=64, AHEAD=False, ASM=out.is_cuda, **common, **m.sizes,
+        )  # fmt: skip
+    else:
+        linear_kernels.project_plain[(-(-m.n // 4), -(-count // few))](
+            m.packed, rows.q, bias, out, count, rows.q.stride(0), K=m.k, N=m.n, OUTPUTS=4, DEPTH=256, **common
+        )
+    return out
+
+
+def _empty(fmt: Format, rows: int, k: int, like: Tensor) -> tuple[Rows, int]:
+    """(room for rows, k_pad); for values of the dtype of ``like``."""
+    if not fmt.quantised:
+        values = torch.empty(rows, k, dtype=like.dtype, device=like.device)
+        return Rows(values, values), k
+    k_pad = padded_k(fmt, k)
+    q = torch.empty(rows, k_pad, dtype=torch.int8, device=like.device)
+    return Rows(q, torch.empty(rows, k_pad // ACT_GROUP, dtype=torch.float32, device=like.device)), k_pad
+
+
+def _warps(groups: int) -> int:
+    """Warps of a program over so many groups of 32."""
+    return min(max(groups // 8, 1), 16)
