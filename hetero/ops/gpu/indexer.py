@@ -1,0 +1,189 @@
+"""Attention that reads chosen blocks of tokens alone: index keys in pages, the choice, and the reading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from hetero.ops.gpu import attention_kernels, indexer_kernels
+from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys
+
+# Programs that share a row's tokens, and its blocks; the interpreter runs them one by one.
+_PARTS, _CHUNK = (16, 2), 32
+_SCORE_PARTS, _SCORE_CHUNK = (64, 2), 32
+_SELECT_CHUNK = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerShape:
+    """Sizes of one layer's indexer."""
+
+    heads: int
+    dim: int
+    rotary: int  # leading dimensions of a head that are rotated
+    ratio: int  # tokens of a block
+    top: int  # blocks that a token sees, besides those of the last, incomplete one
+
+    @property
+    def dense(self) -> int:
+        """The most tokens of which every one is visible."""
+        return self.top * self.ratio + self.ratio - 1
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerWeights:
+    """What a step needs besides the projection, on the device."""
+
+    inverse_frequencies: Tensor  # float32 [rotary / 2]
+    q_norm: Tensor  # [dim], to which 1 is added
+    k_norm: Tensor
+    eps: float
+    rope_scale: float = 1.0
+
+
+class IndexKeys:
+    """Index keys of one layer: of complete blocks in pages, each in its first token's, and single ones of
+    the last ``ratio`` tokens of each of ``slots`` sequences, at their positions modulo ``ratio``."""
+
+    def __init__(
+        self,
+        shape: IndexerShape,
+        slots: int,
+        pages: tuple[int, int],
+        dtype: torch.dtype,
+        device: str | torch.device,
+    ) -> None:
+        """``pages``: how many, and the tokens of one."""
+        count, page = pages
+        self.page, self.per_page = page, -(-page // shape.ratio)
+        self.ring = torch.zeros(slots, shape.ratio, shape.dim, dtype=dtype, device=device)
+        self.blocks = torch.zeros(count, self.per_page, shape.dim, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.ring.nbytes + self.blocks.nbytes
+
+    def places(self, ratio: int, blocks: Tensor, pages: Tensor) -> Tensor:
+        """Indices of a sequence's ``blocks`` int64 [n] in ``self.blocks`` with its first two sizes as one;
+        ``pages`` [most pages] are the sequence's."""
+        first = blocks * ratio
+        return pages[first // self.page].long() * self.per_page + first % self.page // ratio
+
+
+def select(shape: IndexerShape, scores: Tensor, lengths: Tensor) -> Tensor:
+    """The best ``top`` blocks of every row, int32 [T, top], ascending; nothing is written for a row of no
+    more complete blocks.
+
+    ``scores`` float32 [T, n], not negative, in order of the blocks; ``lengths`` int64 [T]: tokens that the
+    row sees, itself among them. Of equal scores the first ones are taken.
+    """
+    chosen = torch.empty(scores.shape[0], shape.top, dtype=torch.int32, device=scores.device)
+    chunk = min(_SELECT_CHUNK, triton.next_power_of_2(max(scores.shape[1], 16)))
+    indexer_kernels.select[(scores.shape[0],)](
+        scores, lengths, chosen, scores.stride(0), RATIO=shape.ratio, TOP=shape.top, CHUNK=chunk, num_warps=8
+    )
+    return chosen
+
+
+def index_step(
+    shape: IndexerShape,
+    weights: IndexerWeights,
+    keys: IndexKeys,
+    qk: Tensor,
+    where: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """Note one token of every row, and choose its blocks: int32 [T, top], as ``select`` does.
+
+    ``qk`` [T, (heads + 1) * dim], rows contiguous: queries and the key; ``where`` as in ``attention_step``.
+    """
+    pages, slots, positions = where
+    s, rows, device = shape, qk.shape[0], qk.device
+    width = triton.next_power_of_2(s.dim)
+    paged = {"PAGE": keys.page, "PER_PAGE": keys.per_page, "MOST_PAGES": pages.shape[1]}
+    sizes = {"HEADS": s.heads, "DIM": s.dim, "WIDTH": width, "RATIO": s.ratio}
+    queries = torch.empty(rows, s.heads, s.dim, dtype=keys.blocks.dtype, device=device)
+    indexer_kernels.add_token[(s.heads + 1, rows)](
+        qk, weights.q_norm, weights.k_norm, weights.inverse_frequencies, pages, slots, positions, queries,
+        keys.ring, keys.blocks, weights.eps, weights.rope_scale,
+        STRIDE=qk.stride(0), ROTARY=s.rotary, NORM_OFFSET=1.0, **sizes, **paged,
+    )  # fmt: skip
+    most = pages.shape[1] * keys.page // s.ratio
+    if most <= s.top:  # no sequence will ever have a choice
+        return torch.empty(rows, s.top, dtype=torch.int32, device=device)
+    scores = torch.empty(rows, most, dtype=torch.float32, device=device)
+    parts = _SCORE_PARTS[device.type == "cpu"]
+    indexer_kernels.score[(parts, rows)](
+        queries, keys.blocks, pages, slots, positions, scores, s.dim**-0.5,
+        TOP=s.top, MOST_BLOCKS=most, PARTS=parts, CHUNK=_SCORE_CHUNK,
+        **sizes, **paged,
+    )  # fmt: skip
+    # A row left out has no scores, and no length either.
+    return select(s, scores, torch.where(slots < 0, -1, positions) + 1)
+
+
+def attend(
+    attention: AttentionShape,
+    indexer: IndexerShape,
+    cache: PagedKeys,
+    asked: tuple[Tensor, Tensor],
+    where: tuple[Tensor, Tensor, Tensor],
+    *,
+    gate: Tensor | None = None,
+    parts: int = 0,
+) -> Tensor:
+    """Every row's queries over its chosen blocks and what is behind its last complete one: [T, q_heads * dim]
+    in the dtype of the keys.
+
+    ``asked``: queries float32 [T, q_heads, dim], normed and rotated, and the blocks; ``gate`` [T, q_heads,
+    2 * dim], of which the second half counts. ``parts``: into how many programs a row's tokens are divided;
+    0: what suits few rows.
+    """
+    (queries, chosen), (pages, slots, positions), s = asked, where, attention
+    rows, device = queries.shape[0], queries.device
+    parts = parts or _PARTS[device.type == "cpu"]
+    sums = torch.empty(rows, s.q_heads, parts, s.dim, dtype=torch.float32, device=device)
+    tops = torch.empty(rows, s.q_heads, parts, dtype=torch.float32, device=device)
+    totals = torch.empty_like(tops)
+    sizes = {"Q_HEADS": s.q_heads, "DIM": s.dim, "WIDTH": triton.next_power_of_2(s.dim), "PARTS": parts}
+    indexer_kernels.attend[(parts, s.kv_heads, rows)](
+        queries, cache.keys, cache.values, chosen, pages, slots, positions, sums, tops, totals,
+        s.scale or s.dim**-0.5,
+        KV_HEADS=s.kv_heads, PAGE=cache.page, MOST_PAGES=pages.shape[1], RATIO=indexer.ratio, TOP=indexer.top,
+        GROUP=max(16, triton.next_power_of_2(s.q_heads // s.kv_heads)), CHUNK=_CHUNK,
+        TWIN=device.type == "cpu", **sizes,
+    )  # fmt: skip
+    out = torch.empty(rows, s.q_heads * s.dim, dtype=cache.keys.dtype, device=device)
+    attention_kernels.combine[(s.q_heads, rows)](
+        sums, tops, totals, slots, queries if gate is None else gate[..., s.dim :], queries, out,
+        GATE_STRIDE=0 if gate is None else 2 * s.dim, HAS_SINKS=False, **sizes,
+    )  # fmt: skip
+    return out
+
+
+def indexed_attention_step(
+    attention: tuple[AttentionShape, AttentionWeights, PagedKeys],
+    indexer: tuple[IndexerShape, IndexerWeights, IndexKeys],
+    projected: tuple[Tensor, Tensor, Tensor, Tensor],
+    where: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """As ``attention_step``, of layers with an indexer; ``projected`` has the indexer's queries and key [T,
+    (heads + 1) * dim] at its end."""
+    (shape, weights, cache), (q, k, v, qk) = attention, projected
+    pages, slots, positions = where
+    chosen = index_step(*indexer, qk, where)
+    rows, stride = q.shape[0], shape.dim * (2 if shape.gated else 1)
+    queries = torch.empty(rows, shape.q_heads, shape.dim, dtype=torch.float32, device=q.device)
+    normed = shape.norm_offset is not None
+    q_norm, k_norm = (weights.q_norm, weights.k_norm) if normed else (q, k)
+    attention_kernels.append[(shape.q_heads + shape.kv_heads, rows)](
+        q, k, v, q_norm, k_norm, weights.inverse_frequencies, pages, slots, positions, queries,
+        cache.keys, cache.values, weights.eps, weights.rope_scale,
+        Q_HEADS=shape.q_heads, KV_HEADS=shape.kv_heads, DIM=shape.dim,
+        WIDTH=triton.next_power_of_2(shape.dim), Q_STRIDE=stride, ROTARY=shape.rotary, PAGE=cache.page,
+        MOST_PAGES=pages.shape[1], HAS_NORM=normed, NORM_OFFSET=shape.norm_offset or 0.0,
+    )  # fmt: skip
+    gate = q.view(rows, shape.q_heads, stride) if shape.gated else None
+    return attend(shape, indexer[0], cache, (queries, chosen), where, gate=gate)
