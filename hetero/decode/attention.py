@@ -1,0 +1,84 @@
+"""Grouped-query attention over paged keys and values, with its projections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero.decode.build import Build
+from hetero.decode.inputs import PAGE, Chunk, StepInputs
+from hetero.decode.matrix import Part, Projection
+from hetero.decode.prefill_attention import attend, rotated
+from hetero.formats import Format
+from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys, attention_step
+from hetero.ops.gpu.fused import Normed, plain_rows
+
+
+class AttentionMixer:
+    """Of a module with ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` and, maybe, ``q_norm`` and ``k_norm``.
+
+    ``norm_offset``: is added to these norms' weights. A query projection twice as wide as the heads gives
+    [query, gate] for each of them.
+    """
+
+    def __init__(self, module: Any, build: Build, *, norm_offset: float = 0.0, window: int = 0) -> None:
+        config, dim = build.config, module.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        frequencies, rope_scale = build.rotary()
+        normed = getattr(module, "q_norm", None) is not None
+        width = module.q_proj.out_features
+        self.shape = AttentionShape(
+            heads, kv_heads, dim, 2 * len(frequencies),
+            scale=module.scaling, window=window, gated=width == 2 * heads * dim,
+            norm_offset=norm_offset if normed else None,
+        )  # fmt: skip
+        sinks = getattr(module, "sinks", None)
+        eps = getattr(module.q_norm, "variance_epsilon", None) if normed else 0.0
+        self.weights = AttentionWeights(
+            frequencies,
+            rope_scale,
+            build.tensor(module.q_norm.weight) if normed else None,
+            build.tensor(module.k_norm.weight) if normed else None,
+            module.q_norm.eps if eps is None else eps,
+            None if sinks is None else build.tensor(sinks),
+        )
+        self._dtype = build.dtype
+        names = ("q_proj", "k_proj", "v_proj")
+        sizes = (width, kv_heads * dim, kv_heads * dim)
+        parts = [Part(getattr(module, name), (size,)) for name, size in zip(names, sizes, strict=True)]
+        self._in = Projection(*parts)
+        self._out = Projection(Part(module.o_proj, (module.o_proj.out_features,)))
+        count = build.slots * build.most_pages
+        self.cache = PagedKeys(self.shape, count, PAGE, build.kv_dtype, str(build.device))
+
+    @property
+    def format(self) -> Format:
+        return self._in.format
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes
+
+    def step(self, x: Normed, inputs: StepInputs) -> Tensor:
+        q, k, v = (part.contiguous() for part in self._in.few(x, self._dtype))
+        where = inputs.pages, inputs.slots, inputs.positions
+        y = attention_step(self.shape, self.weights, self.cache, (q, k, v), where)
+        return self._out.whole(plain_rows(self._out.format, y), self._dtype)
+
+    def prefill(self, x: Tensor, chunk: Chunk) -> Tensor:
+        shape, count = self.shape, x.shape[0]
+        q, k, v = (part.reshape(count, -1, shape.dim) for part in self._in.many(x))
+        gate: Tensor | None = None
+        if shape.gated:
+            q, gate = q.view(count, shape.q_heads, 2 * shape.dim).chunk(2, 2)
+        q = rotated(shape, self.weights, q, self.weights.q_norm, chunk.start)
+        k = rotated(shape, self.weights, k, self.weights.k_norm, chunk.start)
+        y = attend(shape, self.weights, self.cache, (q, k, v), chunk)
+        if gate is not None:
+            y = y * torch.sigmoid(gate.float())
+        return self._out.many(y.to(x.dtype).reshape(count, -1))[0]
+
+    def clear(self, slot: int) -> None:
+        """Nothing: positions say what of the pages counts."""

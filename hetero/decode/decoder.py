@@ -1,0 +1,115 @@
+"""A whole model as fused steps over the weights of its tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero.decode.build import Build, Routing
+from hetero.decode.embedding import Embedding
+from hetero.decode.experts import LayerExperts
+from hetero.decode.families import family_of
+from hetero.decode.inputs import Chunk, StepInputs
+from hetero.decode.matrix import Part, Projection
+
+
+class Decoder:
+    """Steps and prefills of a loaded tree whose family is known (``families``).
+
+    ``model``: a causal language model of transformers, its dense weights on ``device`` (the embedding may be
+    in memory of the host), in the format that they have. The decoder takes them over: afterwards the tree may
+    not be able to run by itself. ``experts``: of each MoE layer, in order. ``slots``: sequences at once;
+    ``context``: tokens of one, at most.
+
+    Raises InputError for a model without fused steps.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        experts: Sequence[LayerExperts],
+        *,
+        slots: int,
+        context: int,
+        device: str | torch.device = "cuda:0",
+        kv_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        text = model.get_decoder()
+        self._build = build = Build(text, list(experts), slots, context, torch.device(device), kv_dtype)
+        self._embedding = Embedding(text.embed_tokens.weight, build.device)
+        self._dtype = build.dtype
+        self._family = family_of(build)
+        self._layers = [self._family.layer(layer) for layer in text.layers]
+        if build.moe_layers != len(experts):
+            raise ValueError(f"{len(experts)} experts for {build.moe_layers} MoE layers")
+        head = model.lm_head
+        self._head = Projection(Part(head, (head.out_features,)))
+        self.vocabulary: int = head.out_features
+
+    @property
+    def layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of keys, values and recurrent states of all slots."""
+        return sum(layer.nbytes for layer in self._layers)
+
+    @property
+    def experts(self) -> list[LayerExperts]:
+        """Of each MoE layer; others may take their places before a capture."""
+        return self._build.experts
+
+    @property
+    def routing(self) -> Routing | None:
+        """What may change the choice of experts, in steps and in prefills (T tells how many rows). In a step
+        it has to be capturable."""
+        return self._build.routing
+
+    @routing.setter
+    def routing(self, hook: Routing | None) -> None:
+        self._build.routing = hook
+
+    def inputs(self, rows: int) -> StepInputs:
+        """Fresh static tensors, every row idle, pages in order."""
+        build = self._build
+        numbers = torch.zeros(3, rows, dtype=torch.int64, device=build.device)
+        pages = torch.arange(build.slots * build.most_pages, dtype=torch.int32, device=build.device)
+        ple = torch.zeros(rows, self._family.ple, dtype=self._dtype, device=build.device)
+        tokens, slots, positions = numbers
+        slots.fill_(-1)
+        table = pages.view(build.slots, build.most_pages)
+        return StepInputs(tokens, slots, positions, table, ple if self._family.ple else None)
+
+    def step(self, inputs: StepInputs) -> Tensor:
+        """Logits float32 [R, V] of one token of every row; garbage in idle rows. Capturable."""
+        stream = self._family.begin(self._embedding(inputs.tokens))
+        for layer in self._layers:
+            stream = layer.step(stream, inputs)
+        return self._logits(stream)
+
+    def prefill(self, tokens: Tensor, slot: int, start: int, pages: Tensor) -> Tensor:
+        """Logits float32 [V] after ``tokens`` int64 [T] on the device, which follow ``start`` tokens of the
+        slot; ``pages`` as in ``StepInputs``. Eager, of any length."""
+        chunk = Chunk(tokens, slot, start, pages)
+        stream = self._family.begin(self._embedding(tokens))
+        for layer in self._layers:
+            stream = layer.prefill(stream, chunk)
+        return self._logits(self._family.last(stream))[0]
+
+    def clear(self, slot: int) -> None:
+        """Begin a new sequence in a slot."""
+        for layer in self._layers:
+            layer.clear(slot)
+
+    def gather(self, tokens: Sequence[Sequence[int]]) -> Tensor | None:
+        """N-gram embeddings [n, ple_embed_dim] on the host for the newest of each row's last tokens; None for
+        a family without."""
+        return None
+
+    def _logits(self, stream: Any) -> Tensor:
+        rows = self._family.end(stream, self._head.format)
+        return self._head.whole(rows, torch.float32)

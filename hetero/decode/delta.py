@@ -1,0 +1,89 @@
+"""Gated delta nets with their projections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero.core import InputError
+from hetero.decode.build import Build
+from hetero.decode.inputs import Chunk, StepInputs
+from hetero.decode.matrix import Part, Projection
+from hetero.decode.prefill_delta import convolved, delta_rule, gated_norm
+from hetero.formats import Format
+from hetero.ops.gpu.delta import DeltaShape, DeltaState, DeltaWeights, delta_step
+from hetero.ops.gpu.fused import Normed, plain_rows
+
+
+class DeltaMixer:
+    """Of a module with ``in_proj_qkv``, ``_z``, ``_b``, ``_a``, or with ``in_proj_qkvz`` and ``_ba``, whose
+    rows are by key heads; ``conv1d``, ``A_log``, ``dt_bias``, ``norm`` and ``out_proj``.
+
+    Raises InputError for activations that the step does not have.
+    """
+
+    def __init__(self, module: Any, build: Build) -> None:
+        self.shape = DeltaShape(
+            module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim,
+            module.conv_kernel_size,
+        )  # fmt: skip
+        acts = module.activation, getattr(module.norm, "activation", "silu")
+        if set(acts) != {"silu"}:
+            raise InputError(f"a gated delta net with the activations {acts} has no fused step")
+        self.weights = DeltaWeights(
+            build.tensor(module.conv1d.weight[:, 0], torch.float32),
+            build.tensor(module.A_log, torch.float32),
+            build.tensor(module.dt_bias, torch.float32),
+            build.tensor(module.norm.weight, torch.float32),
+            module.norm.variance_epsilon,
+        )
+        self._dtype = build.dtype
+        self._in = Projection(*_inputs(module, self.shape))
+        self._out = Projection(Part(module.out_proj, (module.out_proj.out_features,)))
+        self.state = DeltaState(self.shape, build.slots, build.device)
+
+    @property
+    def format(self) -> Format:
+        return self._in.format
+
+    @property
+    def nbytes(self) -> int:
+        return self.state.nbytes
+
+    def step(self, x: Normed, inputs: StepInputs) -> Tensor:
+        qkv, z, b, a = (part.contiguous() for part in self._in.few(x, self._dtype))
+        y = delta_step(self.state, self.weights, (qkv, z, a, b), inputs.slots, inputs.positions)
+        return self._out.whole(plain_rows(self._out.format, y), self._dtype)
+
+    def prefill(self, x: Tensor, chunk: Chunk) -> Tensor:
+        qkv, z, b, a = self._in.many(x)
+        acted = convolved(self.state, self.weights, qkv, chunk.slot, chunk.start)
+        y = delta_rule(self.state, self.weights, (acted, a, b), chunk.slot)
+        return self._out.many(gated_norm(self.weights, y, z).to(x.dtype))[0]
+
+    def clear(self, slot: int) -> None:
+        self.state.clear(slot)
+
+
+def _inputs(module: Any, shape: DeltaShape) -> list[Part]:
+    """The projections whose outputs are qkv, z, b, a."""
+    values, heads = shape.value_heads * shape.value_dim, shape.value_heads
+    if hasattr(module, "in_proj_qkv"):
+        return [
+            Part(module.in_proj_qkv, (shape.channels,)),
+            Part(module.in_proj_z, (values,)),
+            Part(module.in_proj_b, (heads,)),
+            Part(module.in_proj_a, (heads,)),
+        ]
+    # For every key head: its query, its key, the values of its value heads, their z; their b, their a.
+    group, keys = heads // shape.key_heads, shape.key_heads
+    sizes = [shape.key_dim, shape.key_dim, group * shape.value_dim, group * shape.value_dim]
+    rows = torch.split(torch.arange(shape.channels + values).view(keys, -1), sizes, 1)
+    gates = torch.split(torch.arange(2 * heads).view(keys, -1), [group, group], 1)
+    qkvz, ba = (torch.cat([part.flatten() for part in parts]) for parts in (rows, gates))
+    return [
+        Part(module.in_proj_qkvz, (shape.channels, values), qkvz),
+        Part(module.in_proj_ba, (heads, heads), ba),
+    ]

@@ -1,0 +1,56 @@
+"""Families of models that have fused steps, by the class of their decoder layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from hetero.core import InputError
+from hetero.decode.build import Build
+from hetero.decode.families import qwen3
+from hetero.decode.layer import Layer
+from hetero.formats import Format
+from hetero.ops.gpu.fused import Rows
+
+
+class Family(Protocol):
+    """What is a family's own: its layers, and the stream that passes through them."""
+
+    @property
+    def ple(self) -> int:
+        """Width of the n-gram embeddings that steps take; 0: none."""
+        ...
+
+    def layer(self, module: nn.Module) -> Layer:
+        """Of one decoder layer of the tree, whose weights it takes over. Called for each in order."""
+        ...
+
+    def begin(self, x: Tensor) -> Any:
+        """The stream of embedded tokens [R, H]."""
+        ...
+
+    def last(self, stream: Any) -> Any:
+        """After a prefill: the stream of the last token alone."""
+        ...
+
+    def end(self, stream: Any, fmt: Format) -> Rows:
+        """What the head reads after the last layer, as rows for ``fmt``, R <= 16."""
+        ...
+
+
+# Class of a decoder layer -> the family.
+FAMILIES: dict[str, Callable[[Build], Family]] = {
+    "Qwen3MoeDecoderLayer": qwen3.Qwen3Moe,
+    "Qwen3NextDecoderLayer": qwen3.Qwen3Next,
+    "Qwen3_5MoeDecoderLayer": qwen3.Qwen3Next,
+}
+
+
+def family_of(build: Build) -> Family:
+    """Raises InputError for a model whose layers have no fused steps."""
+    name = type(build.text.layers[0]).__name__
+    if name not in FAMILIES:
+        raise InputError(f"layers of class {name} have no fused steps; known: {', '.join(FAMILIES)}")
+    return FAMILIES[name](build)

@@ -1,0 +1,80 @@
+"""Layers, and the residual stream that passes through them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from hetero.decode.inputs import Chunk, StepInputs
+from hetero.decode.mixer import Mixer
+from hetero.decode.norm import Norm
+from hetero.decode.stream import Sum
+from hetero.formats import Format
+from hetero.ops.gpu.fused import Normed
+
+
+class Block(Protocol):
+    """What follows the mixer in a layer: routed experts with a shared one, or a dense MLP."""
+
+    @property
+    def format(self) -> Format:
+        """Of the rows that ``step`` takes."""
+        ...
+
+    def step(self, x: Normed, inputs: StepInputs) -> Sum: ...
+
+    def prefill(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        ...
+
+
+class Layer(Protocol):
+    """One decoder layer. ``stream`` is the family's own: what its ``begin`` made."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the state of all slots."""
+        ...
+
+    def step(self, stream: Any, inputs: StepInputs) -> Any: ...
+
+    def prefill(self, stream: Any, chunk: Chunk) -> Any: ...
+
+    def clear(self, slot: int) -> None: ...
+
+
+class PlainStream(NamedTuple):
+    """A residual [R, H] and what is still to be added to it, which the next norm does."""
+
+    residual: Tensor
+    added: Sum | None = None
+
+
+@dataclass(slots=True)
+class PlainLayer:
+    """Pre-norm residual layers: x + mixer(norm(x)), then x + block(norm(x))."""
+
+    mixer: Mixer
+    block: Block
+    mixer_norm: Norm
+    block_norm: Norm
+
+    @property
+    def nbytes(self) -> int:
+        return self.mixer.nbytes
+
+    def step(self, stream: PlainStream, inputs: StepInputs) -> PlainStream:
+        x = self.mixer_norm.step(self.mixer.format, stream.residual, stream.added)
+        mixed = self.mixer.step(x, inputs)
+        x = self.block_norm.step(self.block.format, x.residual, Sum(mixed))
+        return PlainStream(x.residual, self.block.step(x, inputs))
+
+    def prefill(self, stream: PlainStream, chunk: Chunk) -> PlainStream:
+        x = stream.residual
+        x = x + self.mixer.prefill(self.mixer_norm.prefill(x), chunk)
+        return PlainStream(x + self.block.prefill(self.block_norm.prefill(x)))
+
+    def clear(self, slot: int) -> None:
+        self.mixer.clear(slot)

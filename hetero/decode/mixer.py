@@ -1,0 +1,38 @@
+"""Token mixers: what brings tokens of a sequence together."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from hetero.decode.inputs import Chunk, StepInputs
+from hetero.formats import Format
+from hetero.ops.gpu.fused import Normed
+
+
+class Mixer(Protocol):
+    """Attention or a recurrence, from its projections to its output projection, with its state in slots."""
+
+    @property
+    def format(self) -> Format:
+        """Of the rows that ``step`` takes."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of the state of all slots."""
+        ...
+
+    def step(self, x: Normed, inputs: StepInputs) -> Tensor:
+        """One token of every row, R <= 16: of x.rows and x.x to [R, H], garbage in idle
+        rows. Capturable: no sync, and nothing on the host depends on data."""
+        ...
+
+    def prefill(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """[T, H] -> [T, H], any T; the state is carried on."""
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Begin a new sequence in a slot."""
+        ...
