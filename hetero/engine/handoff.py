@@ -197,6 +197,10 @@ class Handoff:
         self.backend.receive(out, self._base + at.result(lane, layer))
         return out
 
+    def forget(self, lane: int) -> None:
+        """The recording of the lane was given up: layers that were submitted will not be collected."""
+        self._recorded.pop(lane, None)
+
     def _check_place(self, lane: int, layer: int) -> None:
         if not (0 <= lane < self.lanes and 0 <= layer < self.layers):
             raise ValueError(f"lane {lane}, layer {layer} of {self.lanes} lanes, {self.layers} layers")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -26,8 +26,15 @@ _PROTOTYPES: dict[str, list[Any]] = {
     "cuModuleGetFunction": [c_void_p, c_void_p, c_char_p],
     "cuLaunchKernel": [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p],
     "cuLaunchHostFunc": [c_void_p, c_void_p, c_void_p],
+    "cuGraphGetNodes": [c_void_p, c_void_p, c_void_p],
+    "cuGraphNodeGetType": [c_void_p, c_void_p],
     "cuGetErrorString": [c_int, c_void_p],
 }
+# Kinds of a graph's nodes, by number.
+_NODES = (
+    "kernel", "copy", "set", "host", "graph", "empty", "event", "event", "semaphore", "semaphore", "alloc",
+    "free", "memop", "conditional",
+)  # fmt: skip
 # Missing in older drivers.
 _MEMORY_OPERATIONS = [c_void_p, c_uint64, c_uint32, c_uint]
 
@@ -104,6 +111,20 @@ class Driver:
     def launch_host(self, stream: int, function: int, argument: int) -> None:
         """The stream calls ``void function(void* argument)``, which may not call CUDA."""
         self._call("cuLaunchHostFunc", stream, function, argument)
+
+    def graph_nodes(self, graph: int) -> dict[str, int]:
+        """How many nodes of each kind a captured graph has: kernel, copy, set, host, memop and others."""
+        count = c_size_t()
+        self._call("cuGraphGetNodes", graph, None, byref(count))
+        nodes = (c_void_p * count.value)()
+        self._call("cuGraphGetNodes", graph, nodes, byref(count))
+        found: dict[str, int] = {}
+        for node in nodes:
+            kind = c_int()
+            self._call("cuGraphNodeGetType", node, byref(kind))
+            name = _NODES[kind.value] if 0 <= kind.value < len(_NODES) else "other"
+            found[name] = found.get(name, 0) + 1
+        return found
 
     def device_address(self, host: int) -> int:
         """Where the device sees pinned host memory."""

@@ -58,7 +58,9 @@ def test_calls(make_driver: Make) -> None:
     assert value.value == 9
     driver.wait_value(STREAM, at, 9)
     assert driver.function(driver.load_module(PTX), "hetero_collect") == 2
+    assert driver.graph_nodes(5) == {"kernel": 3, "memop": 2}
     for call in (
+        lambda: driver.graph_nodes(0),
         lambda: driver.write_value(0, at, 1),
         lambda: driver.load_module("no text"),
         lambda: driver.function(driver.load_module(PTX), "hetero_receive"),

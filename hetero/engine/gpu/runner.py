@@ -7,23 +7,35 @@ likely token and its copy back. On the CPU the same code runs without graphs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hetero.config import settings
 from hetero.core import HeteroError
+from hetero.engine.gpu.graphs import CaptureError, StepGraph, Waiter
 from hetero.engine.gpu.pages import Pages
 from hetero.engine.gpu.parts import Decoder, Experts, Shared
 from hetero.engine.gpu.staging import Results, Staging
-from hetero.engine.handoff import Handoff
+from hetero.engine.handoff import Handoff, Totals
+
+log = logging.getLogger("hetero.engine")
 
 ROWS = (1, 2, 4, 8, 16)
 
+LANE = 0
+"""Of the hand-off."""
+
 _REMEMBERED = 16
 """Tokens of a sequence that are kept for n-grams."""
+
+_WARM_UPS = 2
+"""Steps before the capture: Triton compiles in the first, what the second still makes is made for good."""
 
 
 class StepOut(NamedTuple):
@@ -39,8 +51,9 @@ class GpuRunner:
     """A fused decoder, its experts, the hand-off and one captured graph for each number of rows.
 
     ``slots``: sequences at once. ``context``: most tokens of one. ``rows``: sizes of graphs. ``eager``: no
-    graphs, which on the CPU is so in any case. ``shared``: what the experts have in common. One thread
-    at a time.
+    graphs, which on the CPU is so in any case. ``shared``: what the experts have in common. ``wait``: how the
+    host waits, one of ``graphs.WAITS``. ``chunk``: tokens of a prompt that are read at once. One thread at a
+    time. Call ``capture`` before the first step, once weights and options will not change any more.
     """
 
     def __init__(
@@ -54,28 +67,38 @@ class GpuRunner:
         rows: Sequence[int] = ROWS,
         eager: bool = False,
         shared: Shared | None = None,
+        wait: str = "block",
         chunk: int | None = None,
     ) -> None:
         self.decoder, self.experts, self.handoff = decoder, list(experts), handoff
         self.slots, self.context, self.rows = slots, context, tuple(sorted(rows))
-        first = decoder.inputs(self.rows[0])
-        self.device: torch.device = first.tokens.device
-        self.eager = eager or self.device.type == "cpu"
+        inputs = {n: decoder.inputs(n) for n in self.rows}
+        self.device: torch.device = inputs[self.rows[0]].tokens.device
+        on_gpu = self.device.type == "cuda"
+        self.eager = eager or not on_gpu
+        self.why_eager = "" if not self.eager else "asked for" if on_gpu else "there is no GPU"
         self.pages = Pages(slots, context, self.device)
-        self._staging = {n: Staging(decoder.inputs(n), n, self.pages.table) for n in self.rows}
+        self._staging = {n: Staging(one, n, self.pages.table) for n, one in inputs.items()}
         self._results = {n: Results(n, self.device) for n in self.rows}
+        self._graphs: dict[int, StepGraph] = {}
+        self._stream: Any = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._waiter = Waiter(wait) if on_gpu else None
         self._shared = shared
         self._chunk = chunk or settings().prefill_chunk
         self._free = list(range(slots - 1, -1, -1))
         self._length = [0] * slots
         self._last: list[list[int]] = [[] for _ in range(slots)]
+        self._closed = False
+
+    # -- sequences
 
     def claim(self) -> int:
         """An empty slot. Raises HeteroError where all are taken."""
         if not self._free:
             raise HeteroError(f"all {self.slots} slots of the GPU are taken")
         slot = self._free.pop()
-        self.decoder.clear(slot)
+        with self._on_stream():
+            self.decoder.clear(slot)
         self._length[slot] = 0
         self._last[slot] = []
         return slot
@@ -95,51 +118,137 @@ class GpuRunner:
         """Append tokens; logits float32 [V] on the device after the last. After an error the slot's contents
         are worth nothing."""
         logits: Tensor | None = None
-        with torch.inference_mode():
+        with self._on_stream():
             for first in range(0, len(tokens), self._chunk):
                 part = list(tokens[first : first + self._chunk])
                 self.pages.grow(slot, self._length[slot] + len(part))
-                ids = torch.tensor(part, dtype=torch.int64, device=self.device)
+                ids = torch.tensor(part, dtype=torch.int64).to(self.device)
                 logits = self.decoder.prefill(ids, slot, self._length[slot], self.pages.table)
-                self._note(slot, part)
-        if logits is None:
-            raise ValueError("no tokens to append")
+                self._last[slot] = (self._last[slot] + part)[-_REMEMBERED:]
+                self._length[slot] += len(part)
+            if logits is None:
+                raise ValueError("no tokens to append")
+            # The caller reads it on a stream of its own.
+            self._wait(0)
         return logits
 
     def step(self, rows: Sequence[tuple[int, int]], logits: bool = True) -> StepOut:
         """One token for each of (slot, token), all of different slots. Raises HandoffError where the CPU side
         failed: the slots of this step are then worth nothing, and the next step works."""
-        if len({slot for slot, _ in rows}) != len(rows) or not 1 <= len(rows) <= self.rows[-1]:
-            raise ValueError(f"{len(rows)} rows, must be 1 to {self.rows[-1]} of different slots")
-        size = next(n for n in self.rows if n >= len(rows))
+        count = len(rows)
+        if len({slot for slot, _ in rows}) != count or not 1 <= count <= self.rows[-1]:
+            raise ValueError(f"{count} rows, must be 1 to {self.rows[-1]} of different slots")
+        size = next(n for n in self.rows if n >= count)
         staging, results = self._staging[size], self._results[size]
-        with torch.inference_mode():
+        with self._on_stream():
             for slot, token in rows:
                 self.pages.grow(slot, self._length[slot] + 1)
-                self._note(slot, [token], count=False)
+                self._last[slot] = [*self._last[slot][1 - _REMEMBERED :], token]
             if staging.ple is not None:
                 gathered = self.decoder.gather([self._last[slot] for slot, _ in rows])
                 assert gathered is not None
-                staging.ple[: len(rows)] = gathered
+                staging.ple[:count] = gathered
             staging.fill([(token, slot, self._length[slot]) for slot, token in rows])
-            out = self.decoder.step(staging.inputs)
-            if self._shared is not None:
-                self._shared.join()
-            results.take(out)
+            out = self._run(size, count)
         for slot, _ in rows:
             self._length[slot] += 1
-        ids, best = results.read(len(rows))
-        return StepOut(ids, best, out[: len(rows)] if logits else None)
+        ids, best = results.read(count)
+        return StepOut(ids, best, out[:count] if logits else None)
+
+    # -- graphs
 
     def capture(self) -> None:
-        """Make the graphs."""
+        """Run every size once and make its graph. Where an operator cannot be captured, one warning names it
+        and steps run eagerly."""
+        if self._stream is None:
+            return
+        with self._on_stream():
+            for size in reversed(self.rows):
+                self._staging[size].idle()
+                for _ in range(_WARM_UPS):
+                    self._run(size, size)
+            if self.eager:
+                return
+            torch.cuda.synchronize(self.device)
+            pool: Any = torch.cuda.graph_pool_handle()
+            # The largest first, so that the others find memory that it has taken.
+            for size in reversed(self.rows):
+                try:
+                    self._graphs[size] = StepGraph(partial(self._record, size), self._stream, pool)
+                except CaptureError as error:
+                    self._give_up(error)
+                    return
+
+    def _give_up(self, error: CaptureError) -> None:
+        self._graphs.clear()
+        self.eager, self.why_eager = True, str(error)
+        if self.handoff is not None:
+            self.handoff.forget(LANE)
+        log.warning("the step cannot be captured as a graph and runs eagerly: %s", error)
+
+    @property
+    def launches(self) -> dict[int, int]:
+        """Rows -> nodes of the graph that a replay runs; empty without graphs."""
+        return {size: graph.launches for size, graph in self._graphs.items()}
+
+    @property
+    def nodes(self) -> dict[int, Mapping[str, int]]:
+        """Rows -> kinds of nodes."""
+        return {size: graph.nodes for size, graph in self._graphs.items()}
+
+    @property
+    def totals(self) -> Totals | None:
+        """Of the hand-off in the last step."""
+        return None if self.handoff is None else self.handoff.totals(LANE)
+
+    @property
+    def vram_bytes(self) -> int:
+        """GPU memory that torch has taken for this process; 0 on the CPU."""
+        return torch.cuda.memory_reserved(self.device) if self._stream is not None else 0
 
     def close(self) -> None:
-        """End the hand-off."""
+        """End the hand-off; the graphs go."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)
+        self._graphs.clear()
         if self.handoff is not None:
             self.handoff.close()
 
-    def _note(self, slot: int, tokens: list[int], count: bool = True) -> None:
-        self._last[slot] = (self._last[slot] + tokens)[-_REMEMBERED:]
-        if count:
-            self._length[slot] += len(tokens)
+    # -- one step
+
+    def _run(self, size: int, count: int) -> Tensor:
+        """Logits [size, V] of a step whose first ``count`` rows count, once it is through."""
+        graph = self._graphs.get(size)
+        with nullcontext() if self.handoff is None else self.handoff.step({LANE: count}):
+            if graph is None:
+                out = self._record(size)
+            else:
+                graph.replay()
+                out = graph.out
+            self._wait(size)
+        return out
+
+    def _record(self, size: int) -> Tensor:
+        staging = self._staging[size]
+        staging.send()
+        out = self.decoder.step(staging.inputs)
+        if self._shared is not None:
+            self._shared.join()
+        self._results[size].take(out)
+        return out
+
+    def _wait(self, kind: int) -> None:
+        if self._waiter is not None:
+            self._waiter.wait(kind)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        with torch.inference_mode():
+            if self._stream is None:
+                yield
+                return
+            with torch.cuda.stream(self._stream):
+                yield
