@@ -32,13 +32,16 @@ def test_streams_of_two_blocks(generator: torch.Generator) -> None:
                 nn.init.normal_(parameter, std=0.3)
         blocks.append(module.float().to(DEVICE))
     hyper = torch.randn(2, 72, generator=generator).to(DEVICE)
-    out = torch.randn(2, 24, generator=generator).to(DEVICE)
+    main, shared = torch.randn(2, 2, 24, generator=generator).to(DEVICE)
+    gate = torch.randn(2, 5, generator=generator).to(DEVICE)[:, 3:4]  # a column among others
+    out = main + shared * gate.sigmoid()
     streams = hyper.clone()
     with torch.no_grad():
         first, _, inject = blocks[0](hyper)
         second, after, last = blocks[1](hyper + (out.unsqueeze(-2) * inject.unsqueeze(-1)).flatten(-2))
         made: list[torch.Tensor] = []
-        previous: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        previous: tuple[Any, ...] = (None, None)
+        added: dict[str, torch.Tensor] = {}
         for module in blocks:
             weights = MixWeights(
                 module.hc_norm.weight,
@@ -47,8 +50,8 @@ def test_streams_of_two_blocks(generator: torch.Generator) -> None:
                 3,
                 config.rms_norm_eps,
             )
-            mixed, ours = mix_streams(weights, streams, *previous)
-            previous = (out, ours)
+            mixed, ours = mix_streams(weights, streams, *previous, **added)
+            previous, added = (main, ours), {"shared": shared, "gate": gate}
             made += [mixed, ours]
     for got, wanted in zip([*made, streams], [first, inject, second, last, after], strict=True):
         assert float((got - wanted).norm() / wanted.norm()) < 1e-5

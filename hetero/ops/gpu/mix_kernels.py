@@ -13,20 +13,37 @@ import triton.language as tl
 
 
 @triton.jit
+def block_output(
+    block_out, shared, gate, gate_stride, row, at, here,
+    HIDDEN: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr,
+):  # fmt: skip
+    """float32: a row of ``block_out`` [T, HIDDEN], plus where HAS_SHARED one of ``shared``, which where
+    HAS_GATE counts the sigmoid of ``gate`` [T], ``gate_stride`` apart."""
+    y = tl.load(block_out + row * HIDDEN + at, here, 0.0).to(tl.float32)
+    if HAS_SHARED:
+        more = tl.load(shared + row * HIDDEN + at, here, 0.0).to(tl.float32)
+        if HAS_GATE:
+            more *= tl.sigmoid(tl.load(gate + row * gate_stride).to(tl.float32))
+        y += more
+    return y
+
+
+@triton.jit
 def norm_streams(
-    streams, block_out, inject, norm_weight, normed, eps,
+    streams, block_out, shared, gate, gate_stride, inject, norm_weight, normed, eps,
     COUNT: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, HAS_OUT: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr,
 ):  # fmt: skip
     """Program (stream, row). ``streams`` [T, COUNT, HIDDEN]: changed in place where HAS_OUT, by the last
-    block's output ``block_out`` [T, HIDDEN] times ``inject`` float32 [T, COUNT]. ``normed`` float32 like
-    them: each stream by its own root mean square, times 1 + ``norm_weight`` [COUNT * HIDDEN]."""
+    block's output (``block_output``) times ``inject`` float32 [T, COUNT]. ``normed`` float32 like them: each
+    stream by its own root mean square, times 1 + ``norm_weight`` [COUNT * HIDDEN]."""
     stream, row = tl.program_id(0), tl.program_id(1)
     at = tl.arange(0, WIDTH)
     here = at < HIDDEN
     place = (row * COUNT + stream) * HIDDEN + at
     x = tl.load(streams + place, here, 0.0).to(tl.float32)
     if HAS_OUT:
-        y = tl.load(block_out + row * HIDDEN + at, here, 0.0).to(tl.float32)
+        y = block_output(block_out, shared, gate, gate_stride, row, at, here, HIDDEN, HAS_SHARED, HAS_GATE)
         x += y * tl.load(inject + row * COUNT + stream)
         tl.store(streams + place, x.to(streams.dtype.element_ty), here)
     weight = 1.0 + tl.load(norm_weight + stream * HIDDEN + at, here, 0.0).to(tl.float32)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hetero.ops.gpu.mix_kernels import block_output
+
 
 @triton.jit
 def _normed(x, weight, at, here, eps, HIDDEN: tl.constexpr, NORM_OFFSET: tl.constexpr):
@@ -15,20 +17,21 @@ def _normed(x, weight, at, here, eps, HIDDEN: tl.constexpr, NORM_OFFSET: tl.cons
 
 @triton.jit
 def add_ngrams(
-    projected, streams, block_out, inject, key_norm, query_norm, conv_norm, conv, ring, tokens, recent, slots,
-    positions, eps, scale,
+    projected, streams, block_out, shared, gate_of_shared, gate_stride, inject, key_norm, query_norm,
+    conv_norm, conv, ring, tokens, recent, slots, positions, eps, scale,
     COUNT: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
-    DILATION: tl.constexpr, RECENT: tl.constexpr, HAS_OUT: tl.constexpr, NORM_OFFSET: tl.constexpr,
+    DILATION: tl.constexpr, RECENT: tl.constexpr, HAS_OUT: tl.constexpr, HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr, NORM_OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Program (stream, row), all of it changed in place.
 
     ``projected`` [T, COUNT * HIDDEN + HIDDEN]: a key for every stream, then the value; ``streams`` [T, COUNT,
-    HIDDEN]: where HAS_OUT first the last block's output ``block_out`` [T, HIDDEN] is added, times ``inject``
-    float32 [T, COUNT]; then the value, times a gate of key and stream, and the causal convolution of it.
-    Norm weights [COUNT * HIDDEN], to which NORM_OFFSET is added; ``conv`` [TAPS, COUNT * HIDDEN]; ``ring``
-    [slots, (TAPS - 1) * DILATION + 1, COUNT * HIDDEN]: inputs of the convolution, each at its position modulo
-    the second size; ``tokens`` int64 [T] are kept likewise in ``recent`` int64 [slots, RECENT]. ``scale``:
-    of the products of key and stream.
+    HIDDEN]: where HAS_OUT first the last block's output (``mix_kernels.block_output``) is added, times
+    ``inject`` float32 [T, COUNT]; then the value, times a gate of key and stream, and the causal convolution
+    of that. Norm weights [COUNT * HIDDEN], to which NORM_OFFSET is added; ``conv`` [TAPS, COUNT * HIDDEN];
+    ``ring`` [slots, (TAPS - 1) * DILATION + 1, COUNT * HIDDEN]: inputs of the convolution, each at its
+    position modulo the second size; ``tokens`` int64 [T] are kept likewise in ``recent`` int64 [slots,
+    RECENT]. ``scale``: of the products of key and stream.
     """
     stream, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
@@ -42,7 +45,9 @@ def add_ngrams(
         channel = stream * HIDDEN + at
         x = tl.load(streams + row * channels + channel, here, 0.0).to(tl.float32)
         if HAS_OUT:
-            y = tl.load(block_out + row * HIDDEN + at, here, 0.0).to(tl.float32)
+            y = block_output(
+                block_out, shared, gate_of_shared, gate_stride, row, at, here, HIDDEN, HAS_SHARED, HAS_GATE
+            )
             x += y * tl.load(inject + row * COUNT + stream)
             x = x.to(streams.dtype.element_ty).to(tl.float32)
         key = tl.load(projected + row * (channels + HIDDEN) + channel, here, 0.0).to(tl.float32)
