@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from hetero import cli_doctor, cli_launch, cli_pack, cli_plan, cli_profile, cli_rules, cli_stats, terminal
 from hetero.config import MAX_THREADS, debug, settings, wait_passively
 from hetero.core import HeteroError, InputError, MachineError
-from hetero.trace import check_writable, to_file
+from hetero.trace_file import check_writable, to_file
 
 if TYPE_CHECKING:
     from hetero.engine.experts import StoreOptions

@@ -18,26 +18,38 @@ recorded step takes 0.25 to 0.4 ms more, about 1%.
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-from hetero.core import InputError
+from typing import Any, Literal, NamedTuple, Protocol
 
 clock = time.perf_counter_ns
 """The clock of every span, in nanoseconds; ``Timings`` are of the same one."""
 
-Lane = Literal["step", "gpu", "pcie", "cpu", "disk"]
+Lane = Literal["step", "gpu", "pcie", "cpu", "disk", "choice"]
 LANES: tuple[Lane, ...] = ("step", "gpu", "pcie", "cpu", "disk")
 
 EXPERTS, DENSE, SHARED, COPY, READ = "experts", "dense", "shared expert", "copy", "read"
 """Names of spans: routed experts; all that a step does besides; what runs beside experts; between memories;
 what experts wait for from the disk, part of their own span."""
+
+MIXER, ROUTER, SUBMIT, HITS, WAIT, HEAD = (
+    "mixer", "router", "submit", "GPU experts", "wait for the CPU", "head"
+)  # fmt: skip
+"""Of a GPU that stamps its work: attention or delta rule; router; looking up and handing over experts; its
+own experts; waiting for the CPU's sum and nothing else; final norm, output layer and what follows it."""
+IN_PLACE, MOVE, STREAM = "read in place", "cache move", "streamed experts"
+"""On the lane "pcie": experts that the GPU reads from host memory, within its own experts' span; one that
+comes into the cache; those of a prefill."""
+DEFERRED = "deferred experts"
+"""On the lane "cpu": experts of a layer whose sum is added one layer later."""
+PREFILL = "prefill"
+"""On the lane "choice": a chunk or a layer of it; ``details`` say which strategy, and what was expected."""
+STAMPED = "stamped"
+"""Given to ``end_step`` for the lane: stamps tell all that the GPU did, so what is left is the host's."""
 
 CAPACITY = 1 << 14
 """Events of a ring that only the last steps are wanted of: some 500 steps of 30 layers, 8 MiB at most."""
@@ -54,16 +66,29 @@ class Reading(NamedTuple):
     experts: int
     expert_bytes: int
 
-    def nbytes(self, ids: Any) -> int:
-        """Bytes of the experts in ids [T, k], a tensor; those that are no expert's are left out."""
+    def count(self, ids: Any) -> int:
+        """Distinct experts in ids [T, k], a tensor; those that are no expert's are left out."""
         chosen: set[int] = set(ids.flatten().tolist())
-        return sum(0 <= expert < self.experts for expert in chosen) * self.expert_bytes
+        return sum(0 <= expert < self.experts for expert in chosen)
+
+    def nbytes(self, ids: Any) -> int:
+        """Their bytes."""
+        return self.count(ids) * self.expert_bytes
+
+
+class Counted(NamedTuple):
+    """What a step of one layer's experts reads, counted already."""
+
+    experts: int
+    expert_bytes: int
 
 
 class Span(NamedTuple):
     """Something that took time. ``layer`` is -1 outside layers, ``start`` and ``end`` are of ``clock``.
 
     ``nbytes``: weights read by experts, or bytes moved on the lane "pcie". ``tokens``: rows worked on.
+    ``experts``: distinct ones that were computed or read, 0 where it is not known. ``details``: more, for a
+    reader.
     """
 
     number: int
@@ -75,14 +100,51 @@ class Span(NamedTuple):
     end: int
     nbytes: int = 0
     tokens: int = 0
+    experts: int = 0
+    details: tuple[tuple[str, str | float], ...] = ()
 
     @property
     def duration(self) -> int:
         return self.end - self.start
 
 
-# Lane, name, layer, start, end, ids of experts or number of rows, what these experts read or number of bytes.
-Event = tuple[Lane, str, int, int, int, Any, "Reading | int"]
+# Lane, name, layer, start, end, ids of experts or number of rows, what these experts read (a Reading or a
+# Counted) or number of bytes.
+Event = tuple[Lane, str, int, int, int, Any, Any]
+
+
+class Spans(Protocol):
+    """An event that is several spans, made when somebody reads them."""
+
+    def spans(self, number: int, step: int) -> Iterable[Span]:
+        """With the number and the step that they are recorded under."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a chunk of a prompt, or one layer of it, was computed, and how long that was expected to take and
+    took; times of ``clock``."""
+
+    strategy: str
+    layer: int
+    tokens: int
+    start: int
+    end: int
+    expected_s: float
+
+    def spans(self, number: int, step: int) -> Iterable[Span]:
+        details = (("strategy", self.strategy), ("expected_us", round(self.expected_s * 1e6, 1)))
+        yield Span(
+            number,
+            "choice",
+            PREFILL,
+            self.layer,
+            step,
+            self.start,
+            self.end,
+            tokens=self.tokens,
+            details=details,
+        )
 
 
 class Recorder:
@@ -93,7 +155,7 @@ class Recorder:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.active = False
-        self._slots: list[tuple[int, int, Event] | None] = [None] * capacity
+        self._slots: list[tuple[int, int, Event | Spans] | None] = [None] * capacity
         self._numbers = itertools.count()
         self._next = 0  # about where the numbers are: of two writers at once the slower may set it back
         self._watchers = 0
@@ -101,6 +163,11 @@ class Recorder:
         self._step = -1
         self._began = 0  # 0 where no step is under way, or one that began before the recording
         self._tokens = 0
+        self._at_end: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Let a bound method be called whenever the last watcher has gone, as long as its object lives."""
+        self._at_end.append(weakref.WeakMethod(call))
 
     @contextmanager
     def recording(self, capacity: int = CAPACITY) -> Iterator[Recorder]:
@@ -119,8 +186,12 @@ class Recorder:
             with self._lock:
                 self._watchers -= 1
                 self.active = self._watchers > 0
+                calls = [] if self.active else [call() for call in self._at_end]
+            for call in calls:
+                if call is not None:
+                    call()
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Event | Spans) -> None:
         number = next(self._numbers)
         slots = self._slots
         slots[number % len(slots)] = (number, self._step, event)
@@ -132,8 +203,9 @@ class Recorder:
         self._tokens = tokens
         self._began = clock()
 
-    def end_step(self, lane: Lane) -> None:
-        """It has ended; what no other event tells of was dense work on ``lane``."""
+    def end_step(self, lane: str) -> None:
+        """It has ended; what no other event tells of was dense work on ``lane``, or with ``STAMPED`` the
+        host's."""
         if self._began:
             self.add(("step", lane, -1, self._began, clock(), self._tokens, 0))
             self._began = 0
@@ -145,21 +217,29 @@ class Recorder:
     def spans(self, since: int = 0) -> list[Span]:
         """Spans that the ring still holds whose number is ``since`` or more, in order of number.
 
-        The lane "step" holds forward passes; the name of such a span is the lane of its dense work.
+        The lane "step" holds forward passes; the name of such a span is the lane of its dense work, or
+        ``STAMPED``.
         """
         slots = self._slots
         last = self._next + SLACK
         found = (slots[number % len(slots)] for number in range(max(since, last - len(slots)), last))
         held = [entry for entry in found if entry is not None and since <= entry[0] < last]
         held.sort(key=lambda entry: entry[0])
-        return [_span(*entry) for entry in held]
+        return [span for entry in held for span in _spans(*entry)]
 
 
-def _span(number: int, step: int, event: Event) -> Span:
+def _spans(number: int, step: int, event: Event | Spans) -> Iterable[Span]:
+    if not isinstance(event, tuple):
+        return event.spans(number, step)
     lane, name, layer, start, end, rows, read = event
+    experts = 0
     if isinstance(read, Reading):
-        return Span(number, lane, name, layer, step, start, end, read.nbytes(rows), len(rows))
-    return Span(number, lane, name, layer, step, start, end, read, rows)
+        experts, rows = read.count(rows), len(rows)
+        read = experts * read.expert_bytes
+    elif isinstance(read, Counted):
+        experts = read.experts
+        read = experts * read.expert_bytes
+    return [Span(number, lane, name, layer, step, start, end, read, rows, experts)]
 
 
 recorder = Recorder()
@@ -167,7 +247,8 @@ recorder = Recorder()
 
 
 class Step(NamedTuple):
-    """One forward pass; ``parts`` in order of time, dense work among them, leave none of it out."""
+    """One forward pass; ``parts`` in order of time, dense work among them, leave none of it out, but in a
+    stamped one what the host did alone."""
 
     span: Span
     parts: tuple[Span, ...]
@@ -196,12 +277,16 @@ def whole_steps(spans: Iterable[Span], since: int = 0) -> list[Step]:
 def _with_dense(step: Span, parts: list[Span]) -> Iterator[Span]:
     lane: Lane = "gpu" if step.name == "gpu" else "cpu"
     done = step.start
+    gaps = step.name != STAMPED
     for part in sorted(parts, key=lambda part: part.start):
-        if part.start > done:
+        if part.lane == "choice":
+            yield part
+            continue
+        if gaps and part.start > done:
             yield Span(part.number, lane, DENSE, part.layer, step.step, done, part.start, 0, step.tokens)
         yield part
         done = max(done, part.end)
-    if step.end > done:
+    if gaps and step.end > done:
         yield Span(step.number, lane, DENSE, -1, step.step, done, step.end, 0, step.tokens)
 
 
@@ -242,20 +327,19 @@ class Summary:
 
 
 def summarise(steps: Sequence[Step]) -> Summary:
-    times = dict.fromkeys((EXPERTS, DENSE, SHARED, "pcie", "disk"), 0)
-    sizes = {EXPERTS: 0, "pcie": 0, "disk": 0}
+    times = dict.fromkeys((EXPERTS, DENSE, WAIT, "choice", "pcie", "disk"), 0)
+    sizes = dict.fromkeys(times, 0)
     for step in steps:
-        for _, lane, name, _, _, start, end, nbytes, _ in step.parts:
-            kind = lane if lane in ("pcie", "disk") else name
-            times[kind] += end - start
-            if nbytes:
-                sizes[kind] += nbytes
+        for part in step.parts:
+            kind = _kind(part)
+            times[kind] += part.duration
+            sizes[kind] += part.nbytes
     return Summary(
         steps=len(steps),
         tokens=sum(step.span.tokens for step in steps),
         seconds=sum(step.span.duration for step in steps) / 1e9,
         experts_s=times[EXPERTS] / 1e9,
-        dense_s=(times[DENSE] + times[SHARED]) / 1e9,
+        dense_s=times[DENSE] / 1e9,
         pcie_s=times["pcie"] / 1e9,
         expert_bytes=sizes[EXPERTS],
         pcie_bytes=sizes["pcie"],
@@ -264,86 +348,9 @@ def summarise(steps: Sequence[Step]) -> Summary:
     )
 
 
-def chrome_trace(spans: Sequence[Span], since: int = 0) -> dict[str, Any]:
-    """The object that chrome://tracing and Perfetto read: a thread a lane, times in microseconds.
-
-    Holds the whole steps of ``spans``, which were asked from ``since``.
-    """
-    steps = whole_steps(spans, since)
-    origin = steps[0].span.start if steps else 0
-    named = [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "hetero"}}]
-    for place, lane in enumerate(LANES):
-        named += [
-            {"ph": "M", "name": "thread_name", "pid": 1, "tid": place, "args": {"name": lane}},
-            {"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": place, "args": {"sort_index": place}},
-        ]
-    events = [
-        {
-            "ph": "X",
-            "name": f"step {span.step}" if span.lane == "step" else span.name,
-            "cat": span.lane,
-            "pid": 1,
-            "tid": LANES.index(span.lane),
-            "ts": (span.start - origin) / 1e3,
-            "dur": span.duration / 1e3,
-            "args": _details(span),
-        }
-        for step in steps
-        for span in (step.span, *step.parts)
-    ]
-    lost = spans[0].number - since if spans else 0
-    return {
-        "traceEvents": named + events,
-        "displayTimeUnit": "ms",
-        "otherData": {"events_overwritten": lost, **summarise(steps).as_dict()},
-    }
-
-
-def _details(span: Span) -> dict[str, int]:
-    details = {"step": span.step}
-    for name, value, none in (
-        ("layer", span.layer, -1),
-        ("tokens", span.tokens, 0),
-        ("bytes", span.nbytes, 0),
-    ):
-        if value != none:
-            details[name] = value
-    return details
-
-
-def check_writable(path: Path) -> None:
-    """Raises InputError where a trace cannot be written, before the work that it is of."""
-    try:
-        with path.open("ab"):
-            pass
-    except OSError as error:
-        raise InputError(f"--trace {path}: cannot be written: {error.strerror}") from None
-
-
-def write(path: Path, spans: Sequence[Span], since: int = 0) -> None:
-    """Raises InputError where the file cannot be written."""
-    try:
-        path.write_text(json.dumps(chrome_trace(spans, since), separators=(",", ":")), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--trace {path}: cannot be written: {error.strerror}") from None
-
-
-@contextmanager
-def to_file(path: str | None, tell: Callable[[str], None]) -> Iterator[None]:
-    """Record within it into ``path``, and ``tell`` in a line what was seen; without a path nothing happens.
-
-    The file is written after an error as well. Raises InputError where it cannot be, before anything runs.
-    """
-    if path is None:
-        yield
-        return
-    target = Path(path)
-    check_writable(target)
-    since = recorder.next_number() + 1
-    try:
-        with recorder.recording(LONG_CAPACITY):
-            yield
-    finally:
-        spans = recorder.spans(since)
-        write(target, spans, since)
-        tell(f"[trace: {summarise(whole_steps(spans, since)).line()}; {path} opens in ui.perfetto.dev]")
+def _kind(part: Span) -> str:
+    if part.lane in ("pcie", "disk", "choice"):
+        return part.lane
+    if part.lane == "cpu" and part.name in (EXPERTS, DEFERRED):
+        return EXPERTS
+    return WAIT if part.name == WAIT else DENSE

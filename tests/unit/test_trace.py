@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero import trace
+from hetero import trace, trace_file
 from hetero.core import InputError
 from hetero.trace import COPY, DENSE, EXPERTS, SHARED, Reading, Recorder, Span, summarise, whole_steps
 
@@ -135,7 +135,7 @@ def test_summary_of_known_spans() -> None:
 
 
 def test_chrome_trace_is_what_the_viewer_reads() -> None:
-    body = json.loads(json.dumps(trace.chrome_trace(known_step(0, 0, 5 * MS))))
+    body = json.loads(json.dumps(trace_file.chrome_trace(known_step(0, 0, 5 * MS))))
     events = body["traceEvents"]
     lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert list(lanes.values()) == list(trace.LANES)
@@ -156,10 +156,10 @@ def test_chrome_trace_is_what_the_viewer_reads() -> None:
 
 def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     missing = tmp_path / "none" / "out.json"
-    for call in (lambda: trace.check_writable(missing), lambda: trace.write(missing, [])):
+    for call in (lambda: trace_file.check_writable(missing), lambda: trace_file.write(missing, [])):
         with pytest.raises(InputError, match=r"--trace .*out\.json: cannot be written: No such file"):
             call()
     good = tmp_path / "out.json"
-    trace.check_writable(good)
-    trace.write(good, known_step(0, 0, 0))
+    trace_file.check_writable(good)
+    trace_file.write(good, known_step(0, 0, 0))
     assert len(json.loads(good.read_text())["traceEvents"]) > 5

@@ -1,0 +1,281 @@
+"""When a GPU did what, by the GPU's own clock: also inside a captured graph, of which the host sees nothing.
+
+Operators say ``lap(name, layer)`` behind a piece of work. Without a tape that runs, as in every graph that
+is captured untraced, this reads one variable and does nothing. With one it puts a kernel of one thread into
+the current stream that writes the device's time, about a microsecond each, and the graph that is captured
+holds these kernels from then on::
+
+    stamps = Stamps(device)
+    tape = stamps.tape()
+    with tape.recording():              # each eager step, or once, around what is captured
+        start()
+        ...                             # laps
+        tape.seal()
+    tape.begin(); graph.replay(); ...   # each step
+    tape.tell(rows)                     # once the stream is through with it: into the recorder
+
+Times become the recorder's by an alignment of both clocks, read from time to time and at the recording's
+end. On a CPU the same calls take the host's time at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import c_uint64
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hetero.alignment import Alignment, Bracket, meet
+from hetero.hw.cuda_driver import driver
+from hetero.trace import HITS, IN_PLACE, Lane, Span, clock, recorder
+
+PTX = """
+.version 6.3
+.target sm_70
+.address_size 64
+
+.visible .entry hetero_stamp(.param .u64 to, .param .u64 counts)
+{
+  .reg .pred %p;
+  .reg .u64 %to, %counts, %now, %a, %b, %c;
+  ld.param.u64 %to, [to];
+  ld.param.u64 %counts, [counts];
+  mov.u64 %now, %globaltimer;
+  st.global.u64 [%to], %now;
+  setp.eq.u64 %p, %counts, 0;
+  @%p bra END;
+  ld.global.u64 %a, [%counts];
+  ld.global.u64 %b, [%counts+8];
+  ld.global.u64 %c, [%counts+16];
+  st.global.u64 [%to+8], %a;
+  st.global.u64 [%to+16], %b;
+  st.global.u64 [%to+24], %c;
+END:
+  ret;
+}
+"""
+
+CAPACITY = 4096
+"""Stamps of a tape: 32 bytes each, on the device and in pinned memory."""
+
+_WORDS = 4  # of a stamp: time, and three counters
+_READINGS = 32  # of both clocks at once
+_AGAIN_NS = 2_000_000_000  # the host's clock may be slewed; so the clocks are compared as often as that
+
+
+class Lap(NamedTuple):
+    """A piece of work between two stamps, as it was recorded."""
+
+    lane: Lane
+    name: str
+    layer: int
+    begin: int
+    end: int
+    nbytes: int
+    counts: Tensor | None
+    expert_bytes: int
+
+
+class Stamps:
+    """The clock of one device, and the counters of its tapes. Not for two threads at once."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        """Raises MachineError where the driver does not take the kernel."""
+        self.device = torch.device(device)
+        self.alignment = Alignment()
+        self._counted: dict[int, list[int]] = {}  # address of counters -> their values after the last step
+        self._read_at = 0
+        if self.device.type != "cuda":
+            return
+        with torch.cuda.device(self.device):
+            self._own = torch.zeros(_WORDS, dtype=torch.int64, device=self.device)
+            self._index = torch.cuda.current_device()
+            self._kernel = driver().function(driver().load_module(PTX), "hetero_stamp")
+            self.stamp(self._own.data_ptr(), 0)  # loaded at its first launch, which no capture would survive
+            torch.cuda.synchronize()
+            self._side = torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]
+        recorder.at_end(self.read)
+
+    def tape(self, capacity: int = CAPACITY) -> Tape:
+        return Tape(self, capacity)
+
+    def stamp(self, to: int, counts: int) -> None:
+        """Into the current stream: the time, and three counters where there are any, to device addresses."""
+        stream = int(torch.cuda.current_stream(self._index).cuda_stream)
+        driver().launch(self._kernel, 1, 1, stream, [c_uint64(to), c_uint64(counts)])
+
+    def read(self) -> None:
+        """Compare the clocks, on a stream of its own; waits for some dozen empty kernels."""
+        if self.device.type != "cuda":
+            return
+        brackets: list[Bracket] = []
+        with torch.cuda.device(self._index), torch.cuda.stream(self._side):
+            for _ in range(_READINGS):
+                before = clock()
+                self.stamp(self._own.data_ptr(), 0)
+                self._side.synchronize()
+                after = clock()
+                brackets.append(Bracket(before, int(self._own[0].item()), after))
+        self.alignment.add(meet(brackets))
+        self._read_at = clock()
+
+    def read_again(self) -> None:
+        """Compare them if that was long ago."""
+        if clock() - self._read_at > _AGAIN_NS:
+            self.read()
+
+    def host(self, at: int) -> int:
+        """A stamp as a time of ``trace.clock``."""
+        return self.alignment.near(at) if self.device.type == "cuda" else at
+
+    def prime(self, counts: Tensor) -> None:
+        """Know what counters int64 [3] say before the first step that counts them; waits for the device."""
+        if counts.data_ptr() not in self._counted:
+            self._counted[counts.data_ptr()] = counts.tolist()
+
+    def since_last(self, counts: Tensor, now: list[int]) -> list[int]:
+        """What was counted since the last step."""
+        last = self._counted.get(counts.data_ptr(), now)
+        self._counted[counts.data_ptr()] = now
+        return [new - old for new, old in zip(now, last, strict=True)]
+
+
+class Tape:
+    """The stamps of one graph, or of one eager step after the other."""
+
+    def __init__(self, stamps: Stamps, capacity: int) -> None:
+        self.stamps = stamps
+        cuda = stamps.device.type == "cuda"
+        self._device = torch.zeros(capacity, _WORDS, dtype=torch.int64, device=stamps.device)
+        self._host = torch.zeros(capacity, _WORDS, dtype=torch.int64, pin_memory=cuda)
+        self._laps: list[Lap] = []
+        self._last: dict[int, int] = {}  # stream -> its last stamp
+        self._used = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[Tape]:
+        """Laps within it are of this tape, whose earlier ones are forgotten."""
+        global _running  # noqa: PLW0603 - operators deep in a model ask for it
+        before, _running = _running, self
+        self._laps, self._last, self._used = [], {}, 0
+        try:
+            yield self
+        finally:
+            _running = before
+
+    def mark(self, counts: Tensor | None = None) -> int:
+        """A stamp into the current stream. Returns its number. Raises ValueError when the tape is full."""
+        at = self._used
+        if at == len(self._device):
+            raise ValueError(f"a tape has room for {at} stamps")
+        self._used += 1
+        if self.stamps.device.type == "cuda":
+            self.stamps.stamp(self._device[at].data_ptr(), 0 if counts is None else counts.data_ptr())
+        else:
+            self._device[at, 0] = clock()
+            if counts is not None:
+                self._device[at, 1:] = counts
+        self._last[self._stream()] = at
+        return at
+
+    def lap(
+        self,
+        lane: Lane,
+        name: str,
+        layer: int,
+        nbytes: int = 0,
+        *,
+        counts: Tensor | None = None,
+        expert_bytes: int = 0,
+    ) -> None:
+        """A stamp into the current stream, and what it has done since its last one."""
+        begin = self._last.get(self._stream())
+        end = self.mark(counts)
+        if begin is not None:
+            self._laps.append(Lap(lane, name, layer, begin, end, nbytes, counts, expert_bytes))
+
+    def _stream(self) -> int:
+        if self.stamps.device.type != "cuda":
+            return 0
+        return int(torch.cuda.current_stream(self.stamps.device).cuda_stream)
+
+    def seal(self) -> None:
+        """Into the current stream, behind the last lap of every stream: the stamps go to the host."""
+        self._host[: self._used].copy_(self._device[: self._used], non_blocking=True)
+
+    def begin(self) -> None:
+        """A step that was recorded follows."""
+        self.stamps.read_again()
+        for lap in self._laps:
+            if lap.counts is not None:
+                self.stamps.prime(lap.counts)
+
+    def tell(self, tokens: int) -> None:
+        """The stream is through with a step: its laps go into the recorder, as parts of the step that is
+        under way there."""
+        if not recorder.active or not self._laps:
+            return
+        taken: list[list[int]] = self._host[: self._used].tolist()
+        counts = {
+            lap.end: self.stamps.since_last(lap.counts, taken[lap.end][1:])
+            for lap in self._laps
+            if lap.counts is not None
+        }
+        recorder.add(Told(self.stamps, self._laps, [one[0] for one in taken], counts, tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The laps of one step, made spans when somebody reads them: the clocks are compared until the end."""
+
+    stamps: Stamps
+    laps: list[Lap]
+    times: list[int]
+    counts: dict[int, list[int]]
+    tokens: int
+
+    def spans(self, number: int, step: int) -> Iterator[Span]:
+        for lap in self.laps:
+            start, end = self.stamps.host(self.times[lap.begin]), self.stamps.host(self.times[lap.end])
+            nbytes, experts = lap.nbytes, 0
+            if lap.end in self.counts:
+                experts, in_place, _ = self.counts[lap.end]
+                nbytes += experts * lap.expert_bytes
+                if in_place:
+                    size = in_place * lap.expert_bytes
+                    yield Span(
+                        number, "pcie", IN_PLACE, lap.layer, step, start, end, size, self.tokens, in_place
+                    )
+            yield Span(number, lap.lane, lap.name, lap.layer, step, start, end, nbytes, self.tokens, experts)
+
+
+_running: Tape | None = None
+
+
+def running() -> bool:
+    """Whether laps are recorded now."""
+    return _running is not None
+
+
+def start() -> None:
+    """What the current stream does from here on belongs to its next lap. A stream's first lap needs it."""
+    if _running is not None:
+        _running.mark()
+
+
+def lap(name: str, layer: int = -1, *, lane: Lane = "gpu", nbytes: int = 0) -> None:
+    """What the current stream has done since its last lap was ``name``; ``nbytes``: that it moved or read."""
+    if _running is not None:
+        _running.lap(lane, name, layer, nbytes)
+
+
+def lap_experts(layer: int, counts: Tensor, expert_bytes: int) -> None:
+    """What the current stream has done since its last lap were the GPU's own experts of a layer. ``counts``
+    int64 [3], as of ``ExpertCache``: experts found in GPU memory, read from host memory, left to the CPU,
+    since the start and up to this step's look-up."""
+    if _running is not None:
+        _running.lap("gpu", HITS, layer, counts=counts, expert_bytes=expert_bytes)

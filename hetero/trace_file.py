@@ -1,0 +1,155 @@
+"""A trace as a file for chrome://tracing and Perfetto, and the lines that are told beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hetero.core import InputError
+from hetero.overlap import choice_lines, choices, overlap
+from hetero.trace import (
+    HITS,
+    IN_PLACE,
+    LANES,
+    LONG_CAPACITY,
+    Span,
+    Step,
+    recorder,
+    summarise,
+    whole_steps,
+)
+
+TRACKS = ("step", "prefill", "gpu", "gpu experts", "pcie", "pcie in place", "cpu", "disk")
+"""Rows of the viewer: lanes, and what may go on beside the rest of its lane, only where there is some."""
+
+
+def track_of(span: Span) -> str:
+    """The row that a span is shown in."""
+    if span.lane == "choice":
+        return "prefill"
+    return {HITS: "gpu experts", IN_PLACE: "pcie in place"}.get(span.name, span.lane)
+
+
+def chrome_trace(spans: Sequence[Span], since: int = 0) -> dict[str, Any]:
+    """The object that chrome://tracing and Perfetto read: a thread a track, times in microseconds.
+
+    Holds the whole steps of ``spans``, which were asked from ``since``.
+    """
+    steps = whole_steps(spans, since)
+    origin = min((part.start for step in steps for part in (step.span, *step.parts)), default=0)
+    used = {track_of(part) for step in steps for part in step.parts}
+    named: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "hetero"}}
+    ]
+    for place, track in enumerate(TRACKS):
+        if track not in LANES and track not in used:
+            continue
+        named += [
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": place, "args": {"name": track}},
+            {"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": place, "args": {"sort_index": place}},
+        ]
+    events = [
+        {
+            "ph": "X",
+            "name": f"step {span.step}" if span.lane == "step" else span.name,
+            "cat": span.lane,
+            "pid": 1,
+            "tid": TRACKS.index(track_of(span)),
+            "ts": (span.start - origin) / 1e3,
+            "dur": span.duration / 1e3,
+            "args": _details(span),
+        }
+        for step in steps
+        for span in (step.span, *step.parts)
+    ]
+    lost = spans[0].number - since if spans else 0
+    return {
+        "traceEvents": named + events,
+        "displayTimeUnit": "ms",
+        "otherData": {"events_overwritten": lost, **summarise(steps).as_dict(), **_summaries(steps)},
+    }
+
+
+def _summaries(steps: Sequence[Step]) -> dict[str, Any]:
+    """What there is only where a GPU stamped its work, or a strategy was chosen."""
+    found: dict[str, Any] = {}
+    of_decode, of_prompts = split(steps)
+    for name, part in (("decode", of_decode), ("prefill", of_prompts)):
+        if (one := overlap(part)).steps:
+            found[name] = one.as_dict()
+    if told := choices(steps):
+        found["choices"] = told
+    return found
+
+
+def split(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
+    """Steps of decoding, and those of prompts: in these, how experts are computed was chosen."""
+    prompts = [step for step in steps if any(part.lane == "choice" for part in step.parts)]
+    numbers = {step.span.number for step in prompts}
+    return [step for step in steps if step.span.number not in numbers], prompts
+
+
+def _details(span: Span) -> dict[str, str | float]:
+    details: dict[str, str | float] = {"step": span.step}
+    for name, value, none in (
+        ("layer", span.layer, -1),
+        ("tokens", span.tokens, 0),
+        ("experts", span.experts, 0),
+        ("bytes", span.nbytes, 0),
+    ):
+        if value != none:
+            details[name] = value
+    return details | dict(span.details)
+
+
+def summary_lines(steps: Sequence[Step]) -> list[str]:
+    """What a person is told of a trace."""
+    decode, prompts = split(steps)
+    lines = [summarise(steps).line()]
+    for name, part in (("decode", decode), ("prefill", prompts)):
+        lines += [f"{name}: {line}" for line in overlap(part).lines()]
+    return lines + choice_lines(choices(steps))
+
+
+def check_writable(path: Path) -> None:
+    """Raises InputError where a trace cannot be written, before the work that it is of."""
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise InputError(f"--trace {path}: cannot be written: {error.strerror}") from None
+
+
+def write(path: Path, spans: Sequence[Span], since: int = 0) -> None:
+    """Raises InputError where the file cannot be written."""
+    try:
+        path.write_text(json.dumps(chrome_trace(spans, since), separators=(",", ":")), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--trace {path}: cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def to_file(path: str | None, tell: Callable[[str], None]) -> Iterator[None]:
+    """Record within it into ``path``, and ``tell`` in lines what was seen; without a path nothing happens.
+
+    The file is written after an error as well. Raises InputError where it cannot be, before anything runs.
+    """
+    if path is None:
+        yield
+        return
+    target = Path(path)
+    check_writable(target)
+    since = recorder.next_number() + 1
+    try:
+        with recorder.recording(LONG_CAPACITY):
+            yield
+    finally:
+        spans = recorder.spans(since)
+        write(target, spans, since)
+        first, *more = summary_lines(whole_steps(spans, since))
+        tell(f"[trace: {first}; {path} opens in ui.perfetto.dev]")
+        for line in more:
+            tell(f"[trace: {line}]")

@@ -1,0 +1,135 @@
+"""Laps of a tape: which spans they become. Times of a GPU: tests/gpu/test_stamps_on_gpu.py."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from hetero.ops.gpu.stamps import Stamps, lap, lap_experts, running, start
+from hetero.trace import HEAD, HITS, IN_PLACE, MIXER, MOVE, STAMPED, clock, recorder, whole_steps
+
+
+def one_step(counts: torch.Tensor) -> None:
+    """Of an eager pass of one layer."""
+    start()
+    time.sleep(0.001)
+    lap(MIXER, 0)
+    counts += torch.tensor([3, 1, 2])
+    lap_experts(0, counts, 100)
+    lap(MOVE, 0, lane="pcie", nbytes=7)
+    lap(HEAD)
+
+
+def test_laps_are_parts_of_the_step_under_way() -> None:
+    stamps = Stamps("cpu")
+    tape = stamps.tape(capacity=5)
+    counts = torch.tensor([40, 30, 20])
+    since = recorder.next_number() + 1
+    with recorder.recording():
+        for _ in range(2):
+            recorder.begin_step(4)
+            with tape.recording():
+                assert running()
+                stamps.prime(counts)
+                one_step(counts)
+                tape.seal()
+            tape.tell(4)
+            recorder.end_step(STAMPED)
+    assert not running()
+    steps = whole_steps(recorder.spans(since), since)
+    assert len(steps) == 2
+    for step in steps:
+        told = {part.name: part for part in step.parts}
+        assert [part.name for part in step.parts if part.lane == "gpu"] == [MIXER, HITS, HEAD]
+        assert told[MIXER].duration >= 1_000_000
+        assert step.span.start <= told[MIXER].start
+        assert told[MIXER].end == told[HITS].start
+        assert told[HEAD].end <= step.span.end
+        assert (told[HITS].experts, told[HITS].nbytes) == (3, 300)
+        assert (told[IN_PLACE].lane, told[IN_PLACE].experts, told[IN_PLACE].nbytes) == ("pcie", 1, 100)
+        assert (told[IN_PLACE].start, told[IN_PLACE].end) == (told[HITS].start, told[HITS].end)
+        assert (told[MOVE].lane, told[MOVE].nbytes, told[MOVE].layer, told[MOVE].tokens) == ("pcie", 7, 0, 4)
+
+
+def test_counters_are_known_before_the_first_step() -> None:
+    """As of a graph: recorded once, primed by ``begin``, replayed."""
+    stamps = Stamps("cpu")
+    tape = stamps.tape()
+    counts = torch.tensor([40, 30, 20])
+    with tape.recording():
+        start()
+        lap_experts(5, counts, 10)
+    with recorder.recording():
+        for _ in range(2):
+            since = recorder.next_number() + 1
+            tape.begin()
+            counts += torch.tensor([1, 0, 9])
+            tape._device[1, 1:] = counts  # what a replay does
+            tape.seal()
+            tape.tell(1)
+            (hits,) = recorder.spans(since)
+            assert (hits.name, hits.experts, hits.nbytes, hits.layer) == (HITS, 1, 10, 5)
+
+
+def test_nothing_happens_without_a_tape() -> None:
+    start()
+    lap(MIXER, 0)
+    tape = Stamps("cpu").tape()
+    since = recorder.next_number() + 1
+    tape.tell(1)
+    with recorder.recording():
+        tape.tell(1)
+        with tape.recording():
+            lap(MIXER, 0)  # without a start there is nothing to be behind
+        tape.tell(1)
+    assert recorder.spans(since) == []
+
+
+def test_a_full_tape_says_so() -> None:
+    tape = Stamps("cpu").tape(capacity=1)
+    with tape.recording():
+        start()
+        with pytest.raises(ValueError, match="room for 1"):
+            lap(MIXER, 0)
+
+
+def test_tapes_within_each_other() -> None:
+    """The inner one takes what is said within it, and the outer one goes on."""
+    stamps = Stamps("cpu")
+    outer, inner = stamps.tape(), stamps.tape()
+    begun = clock()
+    with outer.recording():
+        start()
+        with inner.recording():
+            start()
+            lap(HEAD)
+            inner.seal()
+        lap(MIXER, 1)
+        outer.seal()
+    with recorder.recording():
+        since = recorder.next_number() + 1
+        inner.tell(1)
+        outer.tell(1)
+        spans = recorder.spans(since)
+    assert [span.name for span in spans] == [HEAD, MIXER]
+    assert begun <= spans[1].start <= spans[0].start <= spans[0].end <= spans[1].end <= clock()
+
+
+def test_the_end_of_a_recording_is_told_to_those_who_live() -> None:
+    class Listener:
+        heard = 0
+
+        def hear(self) -> None:
+            self.heard += 1
+
+    listener, other = Listener(), Listener()
+    recorder.at_end(listener.hear)
+    recorder.at_end(other.hear)
+    del other
+    with recorder.recording():
+        with recorder.recording():
+            pass
+        assert listener.heard == 0
+    assert listener.heard == 1
