@@ -15,7 +15,7 @@ namespace nb = nanobind;
 
 void bind_handoff(nb::module_& m) {
   using namespace hetero;
-  using Times = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
+  using Times = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
   nb::class_<ChannelLayout>(m, "ChannelLayout")
       .def(
@@ -40,10 +40,11 @@ void bind_handoff(nb::module_& m) {
       .def(
           "__init__",
           [](Channel* self, uintptr_t memory, const ChannelLayout& layout,
-             const std::vector<const Experts*>& experts, int64_t limit_ns) {
-            new (self) Channel(reinterpret_cast<uint8_t*>(memory), layout, experts, limit_ns);
+             const std::vector<const Experts*>& experts, int64_t limit_ns, bool defer) {
+            new (self) Channel(reinterpret_cast<uint8_t*>(memory), layout, experts, limit_ns, defer);
           },
-          nb::arg("memory"), nb::arg("layout"), nb::arg("experts"), nb::arg("limit_ns"))
+          nb::arg("memory"), nb::arg("layout"), nb::arg("experts"), nb::arg("limit_ns"),
+          nb::arg("defer") = false)
       .def("begin", &Channel::begin, nb::call_guard<nb::gil_scoped_release>())
       .def("end", &Channel::end, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Channel::close, nb::call_guard<nb::gil_scoped_release>())
@@ -51,7 +52,8 @@ void bind_handoff(nb::module_& m) {
            [](const Channel& c, int64_t lane) {
              std::vector<Times> all;
              for (const LayerTimes& t : c.times(lane))
-               all.emplace_back(t.looked, t.seen, t.began, t.ended, t.published, t.experts);
+               all.emplace_back(t.looked, t.seen, t.began, t.ended, t.published, t.experts, t.later_began,
+                                t.later_ended, t.later_experts);
              return all;
            })
       .def("inject",

@@ -65,7 +65,15 @@ struct Worker {
   std::vector<int64_t> step;    // of each lane, as begin counts them
   std::vector<int64_t> next;    // layer of each lane
   std::vector<int64_t> looked;  // since when it looks for it
-  std::vector<int> mask;        // CPUs that it may run on
+  // Deferred experts of each lane: the ids that were put off at its last layer, and their sum.
+  struct Later {
+    bool waits = false;    // ids are to be computed
+    bool carries = false;  // the sum is to be added to the next result
+    std::vector<uint8_t> ids;
+    std::vector<float> sum;
+  };
+  std::vector<Later> later;
+  std::vector<int> mask;  // CPUs that it may run on
   uint64_t random = 0;
 
   bool is_dead() const {
@@ -78,6 +86,7 @@ struct Worker {
 struct Channel::State : std::enable_shared_from_this<Channel::State> {
   struct Times {
     std::atomic<int64_t> looked{0}, seen{0}, began{0}, ended{0}, published{0}, experts{0};
+    std::atomic<int64_t> later_began{0}, later_ended{0}, later_experts{0};
   };
   struct Lane {
     std::atomic<uint32_t> state{kIdle};
@@ -93,6 +102,7 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
   const ChannelLayout layout;
   const std::vector<const Experts*> experts;
   const int64_t limit_ns;
+  const bool defer;
   const pid_t pid = getpid();
   std::unique_ptr<Lane[]> lanes;
 
@@ -111,8 +121,8 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
 
   Faults faults;
 
-  State(uint8_t* at, const ChannelLayout& shape, std::vector<const Experts*> all, int64_t limit)
-      : memory(at), layout(shape), experts(std::move(all)), limit_ns(limit) {
+  State(uint8_t* at, const ChannelLayout& shape, std::vector<const Experts*> all, int64_t limit, bool put_off)
+      : memory(at), layout(shape), experts(std::move(all)), limit_ns(limit), defer(put_off) {
     lanes.reset(new Lane[static_cast<size_t>(layout.lanes)]);
     for (int64_t i = 0; i < layout.lanes; ++i) {
       lane(i).times.reset(new Times[static_cast<size_t>(layout.layers)]);
@@ -178,26 +188,36 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
     faults.strike(where, at, layer, &w.random);
   }
 
-  // The lane whose next layer is ready, or that is to be let go; -1: none.
+  // The lane whose next layer is ready, or that is to be let go, or else that has deferred experts; -1: none.
   int64_t ready(const Worker& w) {
-    int64_t best = -1;
+    int64_t best = -1, idle = -1;
     for (int64_t i = 0; i < layout.lanes; ++i) {
       Lane& l = lane(i);
       if (l.state.load(std::memory_order_acquire) != kActive) continue;
       if (l.abort.load(std::memory_order_relaxed)) return i;
       const int64_t layer = w.next[static_cast<size_t>(i)];
+      if (w.later[static_cast<size_t>(i)].waits) idle = i;
       if (flag(layout.submit(i, layer)).load(std::memory_order_acquire) == 0) continue;
       if (best < 0 || layer < w.next[static_cast<size_t>(best)]) best = i;
     }
-    return best;
+    return best < 0 ? idle : best;
+  }
+
+  int64_t id(const std::vector<uint8_t>& ids, int64_t i) const {
+    return layout.wide ? reinterpret_cast<const int64_t*>(ids.data())[i]
+                       : int64_t{reinterpret_cast<const int32_t*>(ids.data())[i]};
+  }
+  void set_id(std::vector<uint8_t>& ids, int64_t i, int64_t value) const {
+    if (layout.wide) {
+      reinterpret_cast<int64_t*>(ids.data())[i] = value;
+    } else {
+      reinterpret_cast<int32_t*>(ids.data())[i] = static_cast<int32_t>(value);
+    }
   }
 
   // How many distinct experts the ids name.
-  void count(Worker& w, int64_t pairs, int64_t most) {
-    const auto id = [&](int64_t i) {
-      return layout.wide ? reinterpret_cast<const int64_t*>(w.ids.data())[i]
-                         : int64_t{reinterpret_cast<const int32_t*>(w.ids.data())[i]};
-    };
+  void count(Worker& w, const std::vector<uint8_t>& ids, int64_t pairs, int64_t most) {
+    const auto id = [&](int64_t i) { return this->id(ids, i); };
     if (static_cast<int64_t>(w.chosen.size()) < most) w.chosen.resize(static_cast<size_t>(most));
     w.experts = 0;
     for (const uint8_t mark : {1, 0}) {
@@ -210,20 +230,85 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
     }
   }
 
+  // Takes the deferred ids out of the worker's; the last layer's are computed with the others.
+  void put_off(Worker& w, int64_t at, int64_t layer, int64_t pairs) {
+    const int64_t most = experts[static_cast<size_t>(layer)]->config().experts;
+    Worker::Later& later = w.later[static_cast<size_t>(at)];
+    later.waits = false;
+    for (int64_t i = 0; i < pairs; ++i) {
+      const int64_t found = id(w.ids, i) - most;
+      const bool meant = found >= 0 && found < most, last = layer + 1 == layout.layers;
+      if (meant) set_id(w.ids, i, last ? found : -1);
+      set_id(later.ids, i, meant && !last ? found : -1);
+      later.waits = later.waits || (meant && !last);
+    }
+  }
+
+  // The sum of the experts that the ids name, of one layer, into memory of the worker.
+  void compute(Worker& w, int64_t at, int64_t layer, const std::vector<uint8_t>& ids,
+               std::vector<float>& to) {
+    const int64_t rows = lane(at).rows.load(std::memory_order_relaxed);
+    const Experts& op = *experts[static_cast<size_t>(layer)];
+    count(w, ids, rows * layout.slots, op.config().experts);
+    Context& own = context();
+    w.inside.store(&own, std::memory_order_release);
+    op.forward(own, memory + layout.x(at, layer), layout.type, {ids.data(), layout.wide, rows, layout.slots},
+               reinterpret_cast<const float*>(memory + layout.weights(at, layer)), to.data());
+    w.inside.store(nullptr, std::memory_order_release);
+  }
+
   // Computes one layer into the worker's own memory.
   void work(Worker& w, int64_t at, int64_t layer) {
     point(w, Point::kWork, at, layer);
     const int64_t rows = lane(at).rows.load(std::memory_order_relaxed);
     std::memcpy(w.ids.data(), memory + layout.ids(at, layer), static_cast<size_t>(layout.ids_bytes(rows)));
-    const Experts& op = *experts[static_cast<size_t>(layer)];
-    count(w, rows * layout.slots, op.config().experts);
-    Context& own = context();
-    w.inside.store(&own, std::memory_order_release);
-    op.forward(own, memory + layout.x(at, layer), layout.type,
-               {w.ids.data(), layout.wide, rows, layout.slots},
-               reinterpret_cast<const float*>(memory + layout.weights(at, layer)), w.out.data());
-    w.inside.store(nullptr, std::memory_order_release);
+    Worker::Later& later = w.later[static_cast<size_t>(at)];
+    if (defer) put_off(w, at, layer, rows * layout.slots);
+    compute(w, at, layer, w.ids, w.out);
+    if (later.carries) {
+      for (int64_t i = 0; i < rows * layout.hidden; ++i)
+        w.out[static_cast<size_t>(i)] += later.sum[static_cast<size_t>(i)];
+      later.carries = false;
+    }
     point(w, Point::kComputed, at, layer);
+  }
+
+  // Computes the deferred experts of the lane's last layer. Writes nothing into the channel but an error: a
+  // turn of its own, so that a worker that was replaced meanwhile leaves. Its x and weights still stand in
+  // their slot: a depth of 2 lets the GPU fill it again only after it has the next layer's result.
+  bool catch_up(Worker& w, int64_t at) {
+    const size_t i = static_cast<size_t>(at);
+    const int64_t layer = w.next[i] - 1;
+    Worker::Later& later = w.later[i];
+    if (!move(w, kPoll, kWork)) return false;
+    w.beat.fetch_add(1, std::memory_order_relaxed);
+    std::string error;
+    const int64_t began = monotonic_ns();
+    try {
+      point(w, Point::kWork, at, layer);
+      compute(w, at, layer, later.ids, later.sum);
+      point(w, Point::kComputed, at, layer);
+    } catch (const std::exception& e) {
+      w.inside.store(nullptr, std::memory_order_release);
+      error = "layer " + std::to_string(layer) + ", deferred: " + e.what();
+    }
+    later.waits = false;
+    later.carries = true;
+    const int64_t ended = monotonic_ns();
+    w.beat.fetch_add(1, std::memory_order_relaxed);
+    if (!move(w, kWork, kPublish)) return false;
+    if (!error.empty()) {
+      keep_error(at, error);
+      release(at);
+      tell_served();
+    } else {
+      Times& t = lane(at).times[static_cast<size_t>(layer)];
+      t.later_began.store(began, std::memory_order_relaxed);
+      t.later_ended.store(ended, std::memory_order_relaxed);
+      t.later_experts.store(w.experts, std::memory_order_relaxed);
+      w.looked[i] = ended;
+    }
+    return move(w, kPublish, kPoll);
   }
 
   // Serves what is ready. False: the worker is not in office any more.
@@ -237,6 +322,7 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
       tell_served();
       return move(w, kPublish, kPoll);
     }
+    if (w.later[i].waits) return catch_up(w, at);
     const int64_t layer = w.next[i], seen = monotonic_ns();
     point(w, Point::kSeen, at, layer);
     if (!move(w, kPoll, kWork)) return false;
@@ -270,6 +356,8 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
       t.ended.store(ended, std::memory_order_relaxed);
       t.published.store(published, std::memory_order_relaxed);
       t.experts.store(w.experts, std::memory_order_relaxed);
+      for (auto* one : {&t.later_began, &t.later_ended, &t.later_experts})
+        one->store(0, std::memory_order_relaxed);
       w.next[i] = layer + 1;
       w.looked[i] = published;
       l.next.store(layer + 1, std::memory_order_relaxed);
@@ -309,6 +397,7 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
       if (w.step[at] == step) continue;
       w.step[at] = step;
       w.next[at] = 0;
+      w.later[at].waits = w.later[at].carries = false;
       w.looked[at] = l.since.load(std::memory_order_relaxed);
     }
   }
@@ -346,6 +435,12 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
     fresh->step.resize(static_cast<size_t>(layout.lanes));
     fresh->next.resize(static_cast<size_t>(layout.lanes));
     fresh->looked.resize(static_cast<size_t>(layout.lanes));
+    fresh->later.resize(static_cast<size_t>(layout.lanes));
+    for (Worker::Later& later : fresh->later) {
+      if (!defer) break;
+      later.ids.resize(fresh->ids.size());
+      later.sum.resize(fresh->out.size());
+    }
     fresh->random = static_cast<uint64_t>(monotonic_ns());
     turn.store(make_turn(fresh->generation, kPoll), std::memory_order_release);
     try {
@@ -480,9 +575,11 @@ struct Channel::State : std::enable_shared_from_this<Channel::State> {
 };
 
 Channel::Channel(uint8_t* memory, const ChannelLayout& layout, std::vector<const Experts*> experts,
-                 int64_t limit_ns) {
+                 int64_t limit_ns, bool defer) {
   if (layout.lanes < 1 || layout.layers < 1 || layout.rows < 1 || layout.slots < 1 || layout.depth < 1)
     throw std::invalid_argument("lanes, layers, rows, slots and depth are at least 1");
+  if (defer && layout.depth < 2)
+    throw std::invalid_argument("deferred experts need a depth of 2: their x stays until the next layer");
   if (static_cast<int64_t>(experts.size()) != layout.layers)
     throw std::invalid_argument("experts of each layer are needed");
   for (const Experts* e : experts) {
@@ -493,7 +590,7 @@ Channel::Channel(uint8_t* memory, const ChannelLayout& layout, std::vector<const
   if (reinterpret_cast<uintptr_t>(memory) % ChannelLayout::kLine != 0)
     throw std::invalid_argument("the memory must begin at a line");
   if (limit_ns < kTicks * 1'000'000) throw std::invalid_argument("the limit must be at least 8 ms");
-  state_ = std::make_shared<State>(memory, layout, std::move(experts), limit_ns);
+  state_ = std::make_shared<State>(memory, layout, std::move(experts), limit_ns, defer);
 }
 
 Channel::~Channel() { close(); }
@@ -554,7 +651,7 @@ std::vector<LayerTimes> Channel::times(int64_t at) const {
       all.push_back({});
     } else {
       all.push_back({t.looked.load(), t.seen.load(), t.began.load(), t.ended.load(), t.published.load(),
-                     t.experts.load()});
+                     t.experts.load(), t.later_began.load(), t.later_ended.load(), t.later_experts.load()});
     }
   }
   return all;

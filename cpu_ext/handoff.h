@@ -50,14 +50,18 @@ struct LayerTimes {
   int64_t began, ended;  // of the experts' work
   int64_t published;
   int64_t experts;  // distinct ones that were computed
+  // Of its deferred experts, if there were any; else zero.
+  int64_t later_began, later_ended, later_experts;
 };
 
 class Channel {
  public:
   // `memory` of layout.bytes() zeroed bytes, aligned to a line, and the experts of each layer must outlive
-  // the channel, and a worker that close() left behind. Throws std::invalid_argument.
-  Channel(uint8_t* memory, const ChannelLayout& layout, std::vector<const Experts*> experts,
-          int64_t limit_ns);
+  // the channel, and a worker that close() left behind. With `defer` an id in [experts, 2 * experts) means
+  // expert id - experts, computed after the layer's result is out and added to that of the next layer; the
+  // last layer defers nothing. Throws std::invalid_argument.
+  Channel(uint8_t* memory, const ChannelLayout& layout, std::vector<const Experts*> experts, int64_t limit_ns,
+          bool defer = false);
   ~Channel();
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;

@@ -598,9 +598,17 @@ def channel_layout(
 
 
 def open_channel(
-    memory: int, layout: _cpu.ChannelLayout, experts: Sequence[CpuExperts], limit_s: float
+    memory: int,
+    layout: _cpu.ChannelLayout,
+    experts: Sequence[CpuExperts],
+    limit_s: float,
+    *,
+    defer: bool = False,
 ) -> _cpu.Channel:
     """The CPU side of a hand-off over zeroed memory at an address; experts of each layer, in order.
+
+    With ``defer`` an id in [experts, 2 * experts) is computed after the layer's result is out, and added to
+    the next layer's; at the last layer with the others.
 
     The caller keeps memory and experts alive until ``close``, and after it where that returned False. Raises
     RuntimeError where experts are incomplete.
@@ -610,7 +618,7 @@ def open_channel(
             raise RuntimeError(
                 f"experts of layer {layer} are incomplete: {missing[:4]} ... have not been put"
             )
-    return Channel(memory, layout, [one._experts for one in experts], int(limit_s * 1e9))
+    return Channel(memory, layout, [one._experts for one in experts], int(limit_s * 1e9), defer)
 
 
 def pack_matrix(fmt: Format, weight: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from hetero import cpu
 from hetero.core import HeteroError, InputError
 from hetero.engine.handoff_backends import Backend, make_backend
-from hetero.trace import EXPERTS, recorder
+from hetero.trace import DEFERRED, EXPERTS, Counted, recorder
 
 log = logging.getLogger("hetero.handoff")
 
@@ -51,7 +51,8 @@ class Payload(NamedTuple):
 
 class LayerTimes(NamedTuple):
     """When the worker did what at one layer, nanoseconds of ``trace.clock``; all zero where it was not
-    served. ``experts``: distinct experts that it computed.
+    served. ``experts``: distinct experts that it computed. ``later_``: of its deferred ones, zero where it
+    had none.
     """
 
     looked: int
@@ -60,11 +61,14 @@ class LayerTimes(NamedTuple):
     ended: int
     published: int
     experts: int
+    later_began: int = 0
+    later_ended: int = 0
+    later_experts: int = 0
 
 
 class Totals(NamedTuple):
     """Sums over the layers of a step, in seconds: waiting for the GPU, experts' work, and what the CPU side
-    adds to the work (taking the ids, copying the result, flags)."""
+    adds to the work (taking the ids, copying the result, flags). Deferred experts count as work."""
 
     layers: int
     wait_s: float
@@ -78,8 +82,11 @@ class Handoff:
     ``experts``: of each block in order, none staged, all of one hidden size. ``rows``: the most that a graph
     was or will be captured for. ``slots``: experts a token. ``dtype`` and ``ids_dtype``: of activations and
     of ids. ``lanes``: micro-batches. ``depth``: how many layers may be submitted and not yet collected.
-    ``device``: where streams run; "cpu" means twins, see ``ThreadBackend``. Raises InputError for what cannot
-    be handed off, MachineError where the device cannot do it. ``close`` it, or use it as a context.
+    ``device``: where streams run; "cpu" means twins, see ``ThreadBackend``. ``defer``: an id e + experts
+    means expert e of a layer, computed after the layer's result is out and added to that of the next layer;
+    the last layer's are computed with the others. ``numbers``: of the blocks' layers in the model, for the
+    trace. Raises InputError for what cannot be handed off, MachineError where the device cannot do it.
+    ``close`` it, or use it as a context.
     """
 
     def __init__(
@@ -95,13 +102,18 @@ class Handoff:
         device: torch.device | str = "cpu",
         backend: str = "auto",
         limit_s: float = LIMIT_S,
+        defer: bool = False,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         if not experts or min(rows, slots, lanes, depth) < 1:
             raise InputError("a hand-off needs at least one layer, row, slot, lane and a depth of 1")
         if dtype not in _FLOATS or ids_dtype not in _IDS:
             raise InputError(f"activations in {dtype} with ids in {ids_dtype} cannot be handed off")
+        if defer and depth < 2:
+            raise InputError("deferred experts need a depth of 2")
         _check_experts(experts, dtype)
         self.experts = list(experts)
+        self.numbers = list(range(len(experts)) if numbers is None else numbers)
         self.rows, self.slots, self.lanes, self.depth = rows, slots, lanes, depth
         self.layers = len(self.experts)
         self.hidden = self.experts[0].spec.hidden
@@ -120,7 +132,7 @@ class Handoff:
         self._memory = self.backend.memory(self._layout.nbytes)
         self._base = self._memory.data_ptr()
         self._view = self.backend.device_view(self._memory)
-        self._channel = cpu.open_channel(self._base, self._layout, self.experts, limit_s)
+        self._channel = cpu.open_channel(self._base, self._layout, self.experts, limit_s, defer=defer)
         self._recorded: dict[int, list[int]] = {}  # lane -> layers that wait for their collect
         self._rows = [0] * lanes  # of the last step
         self._closed = False
@@ -283,13 +295,17 @@ class Handoff:
         wait = sum(one.seen - one.looked for one in served)
         work = sum(one.ended - one.began for one in served)
         whole = sum(one.published - one.seen for one in served)
-        return Totals(len(served), wait / 1e9, work / 1e9, (whole - work) / 1e9)
+        later = sum(one.later_ended - one.later_began for one in served)
+        return Totals(len(served), wait / 1e9, (work + later) / 1e9, (whole - work) / 1e9)
 
     def _tell(self, lane: int) -> None:
-        for layer, one in enumerate(self.times(lane)):
-            experts = self.experts[layer]
-            nbytes = one.experts * (experts.nbytes // experts.spec.num_experts)
-            recorder.add(("cpu", EXPERTS, layer, one.began, one.ended, self._rows[lane], nbytes))
+        rows = self._rows[lane]
+        for layer, experts, one in zip(self.numbers, self.experts, self.times(lane), strict=True):
+            size = experts.nbytes // experts.spec.num_experts
+            recorder.add(("cpu", EXPERTS, layer, one.began, one.ended, rows, Counted(one.experts, size)))
+            if one.later_ended:
+                read = Counted(one.later_experts, size)
+                recorder.add(("cpu", DEFERRED, layer, one.later_began, one.later_ended, rows, read))
 
     @property
     def workers(self) -> int:
