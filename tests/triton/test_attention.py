@@ -13,7 +13,15 @@ pytest.importorskip("triton", reason="triton is not installed")
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys, attention_step
+from hetero.formats import parse_format
+from hetero.ops.gpu.attention import (
+    AttentionShape,
+    AttentionWeights,
+    PagedKeys,
+    attention_rows,
+    attention_step,
+)
+from hetero.ops.gpu.fused import plain_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -104,3 +112,21 @@ def test_windows_and_sinks(window: int, generator: torch.Generator) -> None:
         weight = torch.softmax(torch.cat([scores, sinks[head : head + 1].double().cpu()]), 0)[:-1]
         wanted = weight @ values[first:, head // 3]
         assert float((got[0].view(6, 24)[head] - wanted).norm() / wanted.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("dim", [32, 24])
+def test_rows_are_those_of_the_values(dim: int, generator: torch.Generator) -> None:
+    """Queries, keys and values as slices of one projection; a row without a sequence is zero."""
+    shape, fmt = AttentionShape(3, 1, dim, 8, gated=True), parse_format("int8 g128")
+    cache = PagedKeys(shape, 3, PAGE, torch.float32, DEVICE)
+    for part in (cache.keys, cache.values):
+        part.copy_(torch.randn(part.shape, generator=generator))
+    joined = torch.randn(2, 8 * dim, generator=generator).to(DEVICE)
+    pages = torch.tensor([[2, 0, 1]], dtype=torch.int32, device=DEVICE)
+    weights = AttentionWeights(torch.rand(4, generator=generator).to(DEVICE))
+    where = pages, torch.tensor([-1, 0], device=DEVICE), torch.tensor([7, 9], device=DEVICE)
+    given = shape, weights, cache, joined.split([6 * dim, dim, dim], 1), where
+    values = attention_step(*given)  # type: ignore[arg-type]
+    assert not values[0].any()
+    for ours, plain in zip(attention_rows(fmt, *given), plain_rows(fmt, values), strict=True):  # type: ignore[arg-type]
+        assert torch.equal(ours, plain)

@@ -8,9 +8,13 @@ import torch
 import triton
 from torch import Tensor
 
+from hetero.formats import ACT_GROUP, Format
 from hetero.ops.gpu import attention_kernels
+from hetero.ops.gpu.fused import Rows, empty_rows, plain_rows
 
-_PARTS, _CHUNK = 16, 32
+# Parts of a sequence at most, tokens of a step of one; dimensions of a head that a program joins.
+_PARTS, _CHUNK, _WARPS, _WIDE = 64, 32, 4, 64
+_VALUES = Format("bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,54 @@ class PagedKeys:
         return self.keys.nbytes + self.values.nbytes
 
 
+def attention_rows(  # noqa: PLR0917
+    fmt: Format,
+    shape: AttentionShape,
+    weights: AttentionWeights,
+    cache: PagedKeys,
+    projected: tuple[Tensor, Tensor, Tensor],
+    where: tuple[Tensor, Tensor, Tensor],
+) -> Rows:
+    """One token of every row: rows [T, q_heads * dim] of the output projection, in two kernels.
+
+    ``projected``: queries [T, q_heads * dim] (twice as wide where gated), keys and values [T, kv_heads *
+    dim], rows any distance apart; ``where``: pages int32 [slots, most pages], slots int64 [T] (negative: the
+    row is left out, and zero) and positions int64 [T].
+    """
+    (q, k, v), (pages, slots, positions), s = projected, where, shape
+    rows, device, normed = q.shape[0], q.device, s.norm_offset is not None
+    head_stride, width = s.dim * (2 if s.gated else 1), triton.next_power_of_2(s.dim)
+    twin = device.type == "cpu"
+    parts = 4 if twin else _PARTS  # the interpreter takes long for each program
+    sums = torch.empty(rows, s.q_heads, parts, s.dim, dtype=torch.float32, device=device)
+    tops = torch.empty(rows, s.q_heads, parts, dtype=torch.float32, device=device)
+    totals = torch.empty_like(tops)
+    # What is absent is never read, but has to be a pointer.
+    q_norm, k_norm = (weights.q_norm, weights.k_norm) if normed else (q, k)
+    attention_kernels.attend[(parts, s.kv_heads, rows)](
+        q, k, v, q_norm, k_norm, weights.inverse_frequencies, pages, slots, positions, cache.keys,
+        cache.values, sums, tops, totals, weights.eps, weights.rope_scale, s.scale or s.dim**-0.5,
+        q.stride(0), k.stride(0), v.stride(0),
+        Q_HEADS=s.q_heads, KV_HEADS=s.kv_heads, DIM=s.dim, WIDTH=width, HEAD_STRIDE=head_stride,
+        ROTARY=s.rotary, PAGE=cache.page, MOST_PAGES=pages.shape[1], HAS_NORM=normed,
+        NORM_OFFSET=s.norm_offset or 0.0, WINDOW=s.window, PARTS=parts,
+        GROUP=max(16, triton.next_power_of_2(s.q_heads // s.kv_heads)), CHUNK=_CHUNK,
+        EXACT=cache.keys.dtype == torch.float32, TWIN=twin, num_warps=_WARPS,
+    )  # fmt: skip
+    # Where a head does not end with a group its rows are quantised in a third kernel.
+    whole = fmt.quantised and s.dim % ACT_GROUP == 0
+    made, k_pad = empty_rows(fmt if whole else _VALUES, rows, s.q_heads * s.dim, q)
+    extra = -(-(k_pad - s.q_heads * s.dim) // s.dim) if whole else 0
+    wide = min(width, _WIDE)
+    gate, sinks = q[:, s.dim :] if s.gated else q, q if weights.sinks is None else weights.sinks
+    attention_kernels.combine[(-(-s.dim // wide), s.q_heads + extra, rows)](
+        sums, tops, totals, slots, gate, sinks, made.q, *made, gate.stride(0),
+        Q_HEADS=s.q_heads, DIM=s.dim, WIDTH=wide, PARTS=parts, K_PAD=k_pad,
+        GATE_STRIDE=head_stride if s.gated else 0, HAS_SINKS=weights.sinks is not None, QUANTISED=whole,
+    )  # fmt: skip
+    return made if whole or not fmt.quantised else plain_rows(fmt, made.q)
+
+
 def attention_step(
     shape: AttentionShape,
     weights: AttentionWeights,
@@ -60,43 +112,5 @@ def attention_step(
     projected: tuple[Tensor, Tensor, Tensor],
     where: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """One token of every row: [T, q_heads * dim] in the dtype of the queries, what the output projection
-    takes.
-
-    ``projected``: queries [T, q_heads * dim] (twice as wide where gated), keys and values [T, kv_heads *
-    dim], contiguous; ``where``: pages int32 [slots, most pages], slots int64 [T] (negative: the row is left
-    out) and positions int64 [T].
-    """
-    (q, k, v), (pages, slots, positions), s = projected, where, shape
-    rows, device = q.shape[0], q.device
-    q_stride, width = s.dim * (2 if s.gated else 1), triton.next_power_of_2(s.dim)
-    queries = torch.empty(rows, s.q_heads, s.dim, dtype=torch.float32, device=device)
-    common = {"DIM": s.dim, "WIDTH": width}
-    paged = {"PAGE": cache.page, "MOST_PAGES": pages.shape[1]}
-    heads = {"Q_HEADS": s.q_heads, "KV_HEADS": s.kv_heads}
-    normed = s.norm_offset is not None
-    # What is absent is never read, but has to be a pointer.
-    q_norm, k_norm = (weights.q_norm, weights.k_norm) if normed else (q, k)
-    attention_kernels.append[(s.q_heads + s.kv_heads, rows)](
-        q, k, v, q_norm, k_norm, weights.inverse_frequencies, pages, slots, positions, queries,
-        cache.keys, cache.values, weights.eps, weights.rope_scale,
-        Q_STRIDE=q_stride, ROTARY=s.rotary, HAS_NORM=normed, NORM_OFFSET=s.norm_offset or 0.0,
-        **common, **paged, **heads,
-    )  # fmt: skip
-    sums = torch.empty(rows, s.q_heads, _PARTS, s.dim, dtype=torch.float32, device=device)
-    tops = torch.empty(rows, s.q_heads, _PARTS, dtype=torch.float32, device=device)
-    totals = torch.empty_like(tops)
-    attention_kernels.attend[(_PARTS, s.kv_heads, rows)](
-        queries, cache.keys, cache.values, pages, slots, positions, sums, tops, totals,
-        s.scale or s.dim**-0.5,
-        WINDOW=s.window, PARTS=_PARTS, GROUP=max(16, triton.next_power_of_2(s.q_heads // s.kv_heads)),
-        CHUNK=_CHUNK, TWIN=device.type == "cpu", **common, **paged, **heads,
-    )  # fmt: skip
-    out = torch.empty(rows, s.q_heads * s.dim, dtype=q.dtype, device=device)
-    gate, sinks = q[:, s.dim :] if s.gated else q, q if weights.sinks is None else weights.sinks
-    attention_kernels.combine[(s.q_heads, rows)](
-        sums, tops, totals, slots, gate, sinks, out,
-        Q_HEADS=s.q_heads, PARTS=_PARTS, GATE_STRIDE=q_stride if s.gated else 0,
-        HAS_SINKS=weights.sinks is not None, **common,
-    )  # fmt: skip
-    return out
+    """The values of ``attention_rows``: [T, q_heads * dim] in the dtype of the queries."""
+    return attention_rows(_VALUES, shape, weights, cache, projected, where).q

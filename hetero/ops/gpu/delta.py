@@ -8,7 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
+from hetero.formats import Format
 from hetero.ops.gpu import delta_kernels
+from hetero.ops.gpu.fused import gated_norm_rows
+
+_COLUMNS, _WARPS = 32, 4
+_VALUES = Format("bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,32 @@ class DeltaState:
         self.states[slot] = state
 
 
+def delta_core(
+    state: DeltaState,
+    weights: DeltaWeights,
+    projected: tuple[Tensor, Tensor, Tensor],
+    slots: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """One token of every row: float32 [T, value_heads, value_dim], which ``gated_norm_rows`` takes.
+
+    ``projected``: qkv [T, channels], a and b [T, value_heads], of any float dtype; rows may be any distance
+    apart; ``slots`` and ``positions`` int64 [T]. Rows of one slot must not meet in a step; a negative slot
+    leaves its row out, whose result is zero.
+    """
+    qkv, a, b = projected
+    s, rows = state.shape, qkv.shape[0]
+    out = torch.empty(rows, s.value_heads, s.value_dim, dtype=torch.float32, device=qkv.device)
+    columns = min(_COLUMNS, triton.next_power_of_2(s.value_dim))
+    delta_kernels.delta_step[(-(-s.value_dim // columns), s.value_heads, rows)](
+        qkv, a, b, state.rings, state.states, slots, positions, weights.conv, weights.a_log, weights.dt_bias,
+        out, qkv.stride(0), a.stride(0), b.stride(0), KEY_HEADS=s.key_heads, VALUE_HEADS=s.value_heads,
+        KEY_DIM=s.key_dim, VALUE_DIM=s.value_dim, TAPS=s.taps, KEYS=triton.next_power_of_2(s.key_dim),
+        COLUMNS=columns, num_warps=_WARPS,
+    )  # fmt: skip
+    return out
+
+
 def delta_step(
     state: DeltaState,
     weights: DeltaWeights,
@@ -73,20 +104,8 @@ def delta_step(
     slots: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """One token of every row: [T, value_heads * value_dim] in the dtype of qkv, what the output
-    projection takes.
-
-    ``projected``: qkv [T, channels], z [T, value_heads * value_dim], a and b [T, value_heads], contiguous;
-    ``slots`` and ``positions`` int64 [T]. Rows of one slot must not meet in a step; a negative slot leaves
-    its row out.
-    """
+    """``delta_core`` of (qkv, z, a, b) and the gated norm by silu(z), z [T, value_heads * value_dim]: [T,
+    value_heads * value_dim] in the dtype of qkv, what the output projection takes."""
     qkv, z, a, b = projected
-    s = state.shape
-    out = torch.empty_like(z, dtype=qkv.dtype)
-    delta_kernels.delta_step[(s.value_heads, qkv.shape[0])](
-        qkv, z, a, b, state.rings, state.states, slots, positions, weights.conv, weights.a_log,
-        weights.dt_bias, weights.norm, out, weights.eps, KEY_HEADS=s.key_heads, VALUE_HEADS=s.value_heads,
-        KEY_DIM=s.key_dim, VALUE_DIM=s.value_dim, TAPS=s.taps, KEYS=triton.next_power_of_2(s.key_dim),
-        VALUES=triton.next_power_of_2(s.value_dim), num_warps=8,
-    )  # fmt: skip
-    return out
+    y = delta_core(state, weights, (qkv, a, b), slots, positions)
+    return gated_norm_rows(_VALUES, y.to(qkv.dtype), z, weights.norm, weights.eps).q
