@@ -92,7 +92,7 @@ ModelArg = Annotated[
     str | None,
     typer.Argument(
         metavar="[MODEL]",
-        help="A checkpoint folder, a .gguf file or OWNER/NAME of the Hub; default: the demo model.",
+        help="A folder, a .gguf file, OWNER/NAME of the Hub or synthetic:NAME; default: the demo model.",
     ),
 ]
 RevisionOption = Annotated[
@@ -190,6 +190,8 @@ def run(
         raise InputError("give either a text (-p TEXT) or token ids (--prompt-ids 1,2,3)")
     if system is not None and (raw or given_ids is not None):
         raise InputError("--system: only with a text and without --raw")
+    if given_ids is None:
+        _refuse_shapes(model, "give --prompt-ids 1,2,3")
 
     from hetero.engine.generate import Engine
     from hetero.engine.request import Request
@@ -259,6 +261,7 @@ def chat(
     no_stats: StatsOption = False,
 ) -> None:
     """Talk to a model; /reset forgets, /exit leaves, Ctrl-C stops an answer."""
+    _refuse_shapes(model, "hetero run takes --prompt-ids")
 
     from hetero.engine.generate import Engine
     from hetero.engine.request import Request
@@ -407,7 +410,8 @@ def serve(
 @contextlib.contextmanager
 def _counted(loaded: Loaded, no_stats: bool) -> Iterator[None]:
     """Add the use of experts within it to the statistics."""
-    if no_stats or not settings().stats:
+    # Random weights choose experts that tell nothing of the model.
+    if no_stats or loaded.synthetic or not settings().stats:
         yield
         return
     from hetero.engine.load import stats_recorder
@@ -496,12 +500,20 @@ def _folder(model: str | None, revision: str | None) -> tuple[Path, str]:
     found = resolve_model(
         model, revision=revision, weights=True, say=terminal.note, bar=terminal.progress_bar
     )
-    if found.kind not in ("folder", "gguf"):
+    if found.kind not in ("folder", "gguf", "synthetic"):
         raise InputError(
             f"{model}: has a configuration but no weights; to run it, give the folder of its checkpoint "
             "(hetero rules works with a configuration alone)"
         )
     return found.path, found.name
+
+
+def _refuse_shapes(model: str | None, instead: str) -> None:
+    """Before gigabytes of random weights are made: they come without a tokenizer."""
+    from hetero.model.shapes import SYNTHETIC
+
+    if model is not None and model.startswith(SYNTHETIC):
+        raise InputError(f"{model}: random weights have no tokenizer; {instead}")
 
 
 def _prompt_ids(loaded: Loaded, text: str, system: str | None, raw: bool) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from hetero import inject, jsonfile
 from hetero.config import ISAS, settings
-from hetero.core import InputError
+from hetero.core import InputError, ModuleInfo
 from hetero.engine.experts import ExpertsOnTiers, Ready, StoreOptions, pack_experts
 from hetero.engine.generate import Runnable
 from hetero.engine.packing import Packed
@@ -56,6 +56,7 @@ class Loaded:
     placement: Placement
     expert_bytes: int  # held by the experts, packed
     notes: tuple[str, ...]  # for the user, one sentence each
+    synthetic: bool = False  # random weights, of a shape alone
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -79,7 +80,8 @@ def load_model(
     store: StoreOptions | None = None,
     tell: Callable[[str], None] = log.info,
 ) -> Loaded:
-    """Load a checkpoint folder or a GGUF file under a rule file (None: the shipped one of its family).
+    """Load a checkpoint folder or a GGUF file under a rule file (None: the shipped one of its family); of a
+    config.json alone, a model of random weights (``engine.synthetic``).
 
     ``overrides`` are the rule file's variables; ``isa`` other than "auto" wins over the rules'. ``progress``
     is called with bytes read and all bytes, ``tell`` with what takes long before it begins. Raises InputError
@@ -89,7 +91,20 @@ def load_model(
     began = time.perf_counter()
     store = store or StoreOptions()
     folder = Path(folder)
-    _set_threads(threads)
+    if folder.is_file() and folder.suffix == ".json":
+        from hetero.engine.synthetic import load_synthetic
+
+        return load_synthetic(
+            folder,
+            rules=rules,
+            overrides=overrides,
+            dtype=dtype,
+            isa=isa,
+            threads=threads,
+            tier=store.tier,
+            progress=progress,
+        )
+    set_threads(threads)
     ready = prepare(folder, rules=rules, overrides=overrides, dtype=dtype, isa=isa, tier=store.tier)
     config, model, placement = ready.config, ready.model, ready.placement
     checkpoint, plan = ready.checkpoint, ready.plan
@@ -120,7 +135,7 @@ def load_model(
         context=context_limit(text),
         eos=eos_ids(folder, text, tokenizer),
         whole_prompt=config.model_type in WHOLE_PROMPT,
-        kernels=_kernels,
+        kernels=kernels,
         load_s=time.perf_counter() - began,
     )
     return Loaded(
@@ -152,11 +167,34 @@ def prepare(
     tier: str | None = None,
 ) -> Ready:
     """Everything of ``load_model`` that comes before weights and memory. Raises InputError."""
+    config = load_config(folder)
+    model, modules, placement = place(
+        config, folder, rules=rules, overrides=overrides, dtype=dtype, isa=isa, tier=tier
+    )
+    checkpoint = open_source(folder)
+    plan = plan_load(model, checkpoint)
+    placement, kept = resolve_formats(placement, plan, checkpoint)
+    notes = (*placement.notes, *kept, *getattr(checkpoint, "notes", ()))
+    placement = replace(placement, notes=notes)
+    return Ready(folder, config, model, modules, placement, checkpoint, plan, dtype)
+
+
+def place(
+    config: Any,
+    folder: Path,
+    *,
+    rules: str | Path | None,
+    overrides: Mapping[str, str] | None,
+    dtype: str,
+    isa: str,
+    tier: str | None,
+) -> tuple[Any, Sequence[ModuleInfo], Placement]:
+    """The tree of a configuration without weights, its modules, and what rules make of them. ``folder`` is
+    where the configuration is from. Raises InputError."""
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
     if isa not in ISAS:
         raise InputError(f"--isa {isa}: must be one of {', '.join(ISAS)}")
-    config = load_config(folder)
     devices = ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count())))
     ruleset = load_rules(rules or default_rules_for(config.model_type, len(devices) > 1), overrides)
     model = build_meta(config, DTYPES[dtype])
@@ -173,12 +211,7 @@ def prepare(
         ruleset, modules, devices=devices, ops=schemas_for(op_names()), model_type=config.model_type
     )
     placement = with_tier(_with_isa(placement, isa), tier)
-    checkpoint = open_source(folder)
-    plan = plan_load(model, checkpoint)
-    placement, kept = resolve_formats(placement, plan, checkpoint)
-    notes = (*placement.notes, *kept, *getattr(checkpoint, "notes", ()))
-    placement = replace(placement, notes=notes)
-    return Ready(folder, config, model, modules, placement, checkpoint, plan, dtype)
+    return model, modules, placement
 
 
 def context_limit(text_config: Any) -> int | None:
@@ -212,16 +245,16 @@ def eos_ids(folder: Path, text_config: Any, tokenizer: Tokenizer | None) -> froz
     return frozenset(ids)
 
 
-def _set_threads(threads: int | None) -> None:
+def set_threads(threads: int | None) -> None:
     """One number for the pool of the experts and for torch, which take turns."""
     count = threads if threads is not None else settings().threads
     if count is None:
         return
     if count < 1:
         raise InputError(f"--threads {count}: must be at least 1")
-    from hetero.cpu import set_threads
+    from hetero import cpu
 
-    set_threads(count)
+    cpu.set_threads(count)
     torch.set_num_threads(count)
 
 
@@ -239,7 +272,8 @@ def _with_isa(placement: Placement, isa: str) -> Placement:
     return replace(placement, assignments=tuple(map(change, placement.assignments)))
 
 
-def _kernels() -> dict[str, int]:
+def kernels() -> dict[str, int]:
+    """Executed kernels so far: name -> calls."""
     from hetero.cpu import kernel_counts
 
     return kernel_counts()
@@ -257,6 +291,6 @@ def pack_model(
     tell: Callable[[str], None] = log.info,
 ) -> Packed:
     """Write the packed experts of a checkpoint to a file in the folder ``output``, unless it is there."""
-    _set_threads(threads)
+    set_threads(threads)
     ready = prepare(Path(folder), rules=rules, overrides=overrides)
     return pack_experts(ready, output, force=force, progress=progress, tell=tell)

@@ -100,7 +100,7 @@ def serve(listener: socket.socket, name: str, load: Callable[[], Loaded], option
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             logs.say(f"serving {name} on http://{shown}:{port} (Ctrl-C stops)")
-            recorder = stats_recorder(loaded, logs.say) if options.stats else None
+            recorder = stats_recorder(loaded, logs.say) if options.stats and not loaded.synthetic else None
             _wait(stop.asked, http, loaded.folder, recorder)
             _drain(state, engine, options.drain_s)
             # Before HTTP, so that clients of what is cut off read why.

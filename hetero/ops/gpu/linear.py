@@ -36,7 +36,7 @@ class PackedLinear(nn.Module):
         self.source: nn.Linear | None = linear
         self.packed: Tensor
         self.bias: Tensor | None
-        self._device = torch.device(device)
+        self.device = torch.device(device)
 
     @staticmethod
     def from_module(
@@ -56,9 +56,13 @@ class PackedLinear(nn.Module):
             return
         weight = source.weight.detach()
         packed = pack_matrix(self.format, weight.cpu()) if self.format.quantised else weight.bfloat16()
-        self.register_buffer("packed", packed.to(self._device).contiguous())
-        bias = None if source.bias is None else source.bias.detach().float().to(self._device)
-        self.register_buffer("bias", bias)
+        self.take(packed, source.bias)
+
+    def take(self, packed: Tensor, bias: Tensor | None) -> None:
+        """Use packed weights, uint8 as ``cpu.pack_matrix`` makes them (without quantisation bfloat16 [n, k]),
+        and a bias [out_features]."""
+        self.register_buffer("packed", packed.to(self.device).contiguous())
+        self.register_buffer("bias", None if bias is None else bias.detach().float().to(self.device))
         self.source = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,4 +95,4 @@ class PackedLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}, {self.format} on {self._device}"
+        return f"{self.in_features} -> {self.out_features}, {self.format} on {self.device}"
