@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from hetero.core import InputError, Timings
 from hetero.engine.logprobs import TokenLogprob, token_logprob, token_logprobs
 from hetero.engine.request import FinishReason, Piece, Request, Result, Usage
-from hetero.engine.sample import Sampler
+from hetero.engine.sample import Sampler, Scored
 from hetero.engine.stop import StopMatcher
 
 if TYPE_CHECKING:
+    from hetero.engine.gpu.runner import GpuRunner
     from hetero.model.tokenizer import Tokenizer
 
 clock = time.perf_counter
@@ -32,7 +33,7 @@ class Runnable:
 
     ``context``: most tokens of prompt and answer together, None when the model has no limit of its own.
     ``eos``: tokens that end an answer. ``whole_prompt``: the prompt cannot be read in pieces. ``kernels``:
-    executed kernels so far, name -> calls.
+    executed kernels so far, name -> calls. ``runner``: what makes the steps of a model with fused layers.
     """
 
     model: nn.Module
@@ -43,6 +44,7 @@ class Runnable:
     whole_prompt: bool = False
     kernels: Callable[[], dict[str, int]] = field(default=_no_kernels)
     load_s: float = 0.0
+    runner: GpuRunner | None = None
 
 
 def check(run: Runnable, request: Request) -> int:
@@ -119,7 +121,7 @@ class Answer:
             self._first = self._last = clock()
             self.reason = "length"
 
-    def take(self, logits: Tensor) -> Piece:
+    def take(self, logits: Tensor | Scored) -> Piece:
         """Draw the next token from logits [V]; ``reason`` is set when it is the last.
 
         Raises HeteroError when the logits are not finite.
@@ -127,7 +129,7 @@ class Answer:
         with torch.inference_mode():
             token = self._sampler.pick(logits)
             top = self.request.logprobs
-            score = None if top is None else token_logprob(logits, token, top)
+            score = None if top is None else token_logprob(_plain(logits), token, top)
         self.tokens.append(token)
         self._last = clock()
         if len(self.tokens) == 1:
@@ -164,6 +166,10 @@ class Answer:
             prompt_logprobs=tuple(self._scored) if self.scores_prompt else None,
             stop=self._words.stop,
         )
+
+
+def _plain(logits: Tensor | Scored) -> Tensor:
+    return logits.logits if isinstance(logits, Scored) else logits
 
 
 class _Words:

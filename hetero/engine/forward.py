@@ -8,16 +8,47 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence as Many
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from hetero.engine.sample import Scored
 from hetero.model.caches import copied, copyable, cuttable, host_bytes
 from hetero.model.rows import RowsModel, takes_rows
 
 # For so many rows a step, an expert computes the same for a row whatever the others are.
 MOST_ROWS = 16
+
+
+class AnySequence(Protocol):
+    """State of one sequence, as far as requests are concerned; see ``Sequence``."""
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def cache(self) -> Any: ...
+    @property
+    def keepable(self) -> bool: ...
+    @property
+    def cuttable(self) -> bool: ...
+    @property
+    def host_bytes(self) -> int: ...
+    def begin(self, cache: Any, held: int, used: int) -> None: ...
+    def kept(self) -> Any: ...
+    def advance(self, tokens: list[int]) -> Tensor | Scored: ...
+    def advance_all(self, tokens: list[int]) -> Tensor: ...
+    def close(self) -> None: ...
+
+
+class AnyStepper(Protocol):
+    """What runs sequences; see ``Stepper``."""
+
+    @property
+    def together(self) -> bool: ...
+    def close(self) -> None: ...
+    def start(self) -> AnySequence: ...
+    def advance(self, sequences: Many[Any], tokens: Many[int]) -> Tensor | list[Scored]: ...
 
 
 class Stepper:
@@ -71,7 +102,8 @@ class Stepper:
 
 
 class Sequence:
-    """State of one sequence; dropping it frees its cache. ``length``: tokens that the cache holds."""
+    """State of one sequence; closing or dropping it frees its cache. ``length``: tokens that the cache
+    holds."""
 
     def __init__(
         self,
@@ -111,6 +143,10 @@ class Sequence:
         """A copy of the cache."""
         with torch.inference_mode():
             return copied(self.cache)
+
+    def close(self) -> None:
+        """Free what it holds; it is used no more."""
+        self.cache = None
 
     def advance(self, tokens: list[int]) -> Tensor:
         """Logits [V] after appending ``tokens`` [n >= 1]. Under inference mode."""

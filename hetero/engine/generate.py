@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hetero.config import settings
 from hetero.engine.answer import Answer, Runnable, check
-from hetero.engine.forward import Sequence, Stepper
+from hetero.engine.forward import AnySequence
 from hetero.engine.request import Piece, Request, Result
+from hetero.engine.sample import Scored
+from hetero.engine.stepping import chunk_of, stepper_for
 
 __all__ = ["Engine", "Runnable"]
 
@@ -20,8 +21,8 @@ class Engine:
 
     def __init__(self, runnable: Runnable, prefill_chunk: int | None = None) -> None:
         self.runnable = runnable
-        self._stepper = Stepper(runnable.model)
-        self._chunk = prefill_chunk or settings().prefill_chunk
+        self._stepper = stepper_for(runnable)
+        self._chunk = prefill_chunk or chunk_of(runnable)
 
     def check(self, request: Request) -> int:
         """Tokens that this request may make at most. Raises InputError when it cannot run at all."""
@@ -47,24 +48,29 @@ class Engine:
     def _run(self, request: Request, limit: int, cancelled: Callable[[], bool]) -> Iterator[Piece | Result]:
         answer = Answer(self.runnable, request, limit)
         sequence = self._stepper.start()
-        logits = self._prefill(sequence, answer, cancelled)
-        if logits is None:
-            answer.reason = "cancelled"
-        else:
-            answer.read()
-        while answer.reason is None and logits is not None:
-            yield answer.take(logits)
-            if answer.reason is None and cancelled():
+        try:
+            logits = self._prefill(sequence, answer, cancelled)
+            if logits is None:
                 answer.reason = "cancelled"
-            if answer.reason is None:
-                with torch.inference_mode():
-                    logits = sequence.advance([answer.tokens[-1]])
+            else:
+                answer.read()
+            while answer.reason is None and logits is not None:
+                yield answer.take(logits)
+                if answer.reason is None and cancelled():
+                    answer.reason = "cancelled"
+                if answer.reason is None:
+                    with torch.inference_mode():
+                        logits = sequence.advance([answer.tokens[-1]])
+        finally:
+            sequence.close()
         yield answer.result()
 
-    def _prefill(self, sequence: Sequence, answer: Answer, cancelled: Callable[[], bool]) -> Tensor | None:
+    def _prefill(
+        self, sequence: AnySequence, answer: Answer, cancelled: Callable[[], bool]
+    ) -> Tensor | Scored | None:
         """Logits [V] after the whole prompt, or None when cancelled between chunks."""
         prompt = answer.request.prompt
-        logits: Tensor | None = None
+        logits: Tensor | Scored | None = None
         chunk = len(prompt) if self.runnable.whole_prompt else self._chunk
         for start in range(0, len(prompt), chunk):
             if cancelled():
@@ -73,7 +79,7 @@ class Engine:
         return logits
 
 
-def read_chunk(sequence: Sequence, answer: Answer, start: int, tokens: list[int]) -> Tensor:
+def read_chunk(sequence: AnySequence, answer: Answer, start: int, tokens: list[int]) -> Tensor | Scored:
     """Logits [V] after ``tokens``, which follow the ``start`` tokens that ``sequence`` holds."""
     with torch.inference_mode():
         if not answer.scores_prompt:

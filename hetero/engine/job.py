@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hetero.core import HeteroError
 from hetero.engine.answer import Answer, clock
-from hetero.engine.forward import Sequence
+from hetero.engine.forward import AnySequence
 from hetero.engine.request import FinishReason, Piece, Request, Result
 from hetero.kv.prefix import blocks
 
@@ -58,10 +58,16 @@ class Job:
     def __init__(self, request: Request, answer: Answer, sink: Sink, handle: Handle) -> None:
         self.request, self.answer, self.sink, self.handle = request, answer, sink, handle
         self.until = None if request.deadline_s is None else clock() + request.deadline_s
-        self.sequence: Sequence | None = None
+        self.sequence: AnySequence | None = None
         self.begun = False  # the reading of its prompt, since it was admitted
         self.fork = 0  # where the prompt parts from an earlier one; 0 when that is of no use
         self.began = clock()
+
+    def drop(self) -> None:
+        """Give up its sequence, if it has one, and what that holds."""
+        if self.sequence is not None:
+            self.sequence.close()
+        self.sequence = None
 
     @property
     def read(self) -> int:

@@ -13,6 +13,7 @@ import math
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,6 +123,14 @@ def _leading(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return ordered[:count], places[order[:count]]
 
 
+class Scored(NamedTuple):
+    """Logits [V] that a device has made, and the largest of them, which it has found and told."""
+
+    logits: Tensor
+    token: int
+    best: float
+
+
 class Sampler:
     """Draws the tokens of one request; owns its random stream, its history and its place in the grammar."""
 
@@ -139,16 +148,20 @@ class Sampler:
         """The grammar is complete: nothing but the end may follow. Never without a grammar."""
         return self._matcher is not None and self._matcher.done
 
-    def pick(self, logits: Tensor) -> int:
+    def pick(self, logits: Tensor | Scored) -> int:
         """The next token for logits [V]. Raises HeteroError when they are not finite where it matters."""
+        if isinstance(logits, Scored):
+            if self.params.greedy and self._penalties is None and self._matcher is None:
+                _check_finite(logits.best)
+                return logits.token
+            logits = logits.logits
         scores = logits.detach().to("cpu", torch.float32)
         if self._penalties is not None:
             scores = self._penalties.apply(scores)
         if self._matcher is not None:
             scores = self._matcher.mask(scores)
         best, index = torch.max(scores, dim=0)
-        if not math.isfinite(float(best)):
-            raise HeteroError(f"the model's logits are not finite (largest: {float(best)})")
+        _check_finite(float(best))
         token = int(index) if self.params.greedy else self.draw(*probabilities(scores, self.params))
         if self._penalties is not None:
             self._penalties.add(token)
@@ -161,3 +174,8 @@ class Sampler:
         uniform = torch.rand(1, generator=self._random, dtype=torch.float64)
         place = int(torch.searchsorted(torch.cumsum(probs, dim=0), uniform, right=True))
         return int(ids[min(place, len(ids) - 1)])
+
+
+def _check_finite(best: float) -> None:
+    if not math.isfinite(best):
+        raise HeteroError(f"the model's logits are not finite (largest: {best})")

@@ -16,16 +16,17 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from hetero.config import settings
 from hetero.core import HeteroError, InputError
 from hetero.engine import budget
 from hetero.engine.answer import Answer, Runnable, check, clock
-from hetero.engine.forward import MOST_ROWS, Stepper
+from hetero.engine.forward import MOST_ROWS
 from hetero.engine.generate import read_chunk
 from hetero.engine.job import EngineStatus, Handle, Job, Sink, next_reader
 from hetero.engine.pace import Pace
 from hetero.engine.queue import FairQueue
 from hetero.engine.request import FinishReason, Piece, QueueFull, Request, Result
+from hetero.engine.sample import Scored
+from hetero.engine.stepping import check_slots, chunk_of, stepper_for
 from hetero.kv.prefix import BLOCK, Entry, PrefixStore, best, blocks, common
 
 __all__ = ["EngineStatus", "Handle", "Scheduler"]
@@ -64,12 +65,16 @@ class Scheduler:
             if value < least:
                 raise InputError(f"{name}={value}: must be at least {least}")
         self.runnable = runnable
-        self._stepper = Stepper(runnable.model, rows=True)
-        self._chunk = prefill_chunk or settings().prefill_chunk
+        check_slots(runnable, slots)
+        self._stepper = stepper_for(runnable, rows=True)
+        self._chunk = prefill_chunk or chunk_of(runnable)
         self._slots, self._max_queue = slots, max_queue
         self._kv_total = budget.tokens(kv_tokens, slots, runnable.context)
+        if runnable.runner is not None:
+            self._kv_total = min(self._kv_total, runnable.runner.kv_tokens)
         self._store = PrefixStore(slots * KEPT_PER_SLOT, self._kv_total // KEPT_PART)
-        self._reuse = prefix_cache and not runnable.whole_prompt
+        # Slots of a runner are not copied.
+        self._reuse = prefix_cache and not runnable.whole_prompt and runnable.runner is None
         self._pace = Pace(self._chunk)
         self._prompts: deque[tuple[int, ...]] = deque(maxlen=PROMPTS)
         self._weighed = False
@@ -217,7 +222,8 @@ class Scheduler:
             self._store.shrink(self._kv_total - self._needed())
             while self._needed() > self._kv_total:
                 job = self._running.pop()
-                job.sequence, job.begun = None, False
+                job.drop()
+                job.begun = False
                 self._queue.push_front(job.request.client, job)
                 self._preemptions += 1
 
@@ -347,7 +353,7 @@ class Scheduler:
             for job, row in zip(batch, logits, strict=True):
                 self._take(job, row)
 
-    def _take(self, job: Job, logits: Tensor) -> None:
+    def _take(self, job: Job, logits: Tensor | Scored) -> None:
         """Draw a token, unless the answer has come to its end without one."""
         try:
             if job.answer.reason is None:
@@ -383,7 +389,7 @@ class Scheduler:
 
     def _end(self, job: Job, event: Result | HeteroError) -> None:
         """Free all that a request holds, then tell: who has read the last event finds its place free."""
-        job.sequence = None
+        job.drop()
         with self._wake:
             if job in self._running:
                 self._running.remove(job)

@@ -19,7 +19,7 @@ from torch import Tensor
 from hetero.config import settings
 from hetero.core import HeteroError
 from hetero.engine.gpu.graphs import CaptureError, StepGraph, Waiter
-from hetero.engine.gpu.pages import Pages
+from hetero.engine.gpu.pages import PAGE, Pages
 from hetero.engine.gpu.parts import Decoder, Experts, Shared
 from hetero.engine.gpu.staging import Results, Staging
 from hetero.engine.handoff import Handoff, Totals
@@ -84,11 +84,16 @@ class GpuRunner:
         self._stream: Any = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._waiter = Waiter(wait) if on_gpu else None
         self._shared = shared
-        self._chunk = chunk or settings().prefill_chunk
+        self.chunk = chunk or settings().prefill_chunk
         self._free = list(range(slots - 1, -1, -1))
         self._length = [0] * slots
         self._last: list[list[int]] = [[] for _ in range(slots)]
         self._closed = False
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of keys and values that all slots together hold."""
+        return self.pages.total * PAGE
 
     # -- sequences
 
@@ -119,8 +124,8 @@ class GpuRunner:
         are worth nothing."""
         logits: Tensor | None = None
         with self._on_stream():
-            for first in range(0, len(tokens), self._chunk):
-                part = list(tokens[first : first + self._chunk])
+            for first in range(0, len(tokens), self.chunk):
+                part = list(tokens[first : first + self.chunk])
                 self.pages.grow(slot, self._length[slot] + len(part))
                 ids = torch.tensor(part, dtype=torch.int64).to(self.device)
                 logits = self.decoder.prefill(ids, slot, self._length[slot], self.pages.table)

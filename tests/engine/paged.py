@@ -1,0 +1,85 @@
+"""A decoder of tests: what it says depends on every token of a sequence, which it reads through the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hetero.decode.inputs import PAGE, StepInputs
+
+VOCAB = 97
+
+
+def logits_of(tokens: Sequence[int]) -> Tensor:
+    """float32 [VOCAB] after a sequence; every token and its place counts."""
+    seed = 1
+    for token in tokens:
+        seed = (seed * 31 + int(token) + 7) % 2**31
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(logits_of(tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+class PagedDecoder:
+    """``fail``: raises that at the next step."""
+
+    vocabulary = VOCAB
+    state_bytes = 0
+
+    def __init__(self, slots: int, context: int, ple: int = 0) -> None:
+        self.most = -(-context // PAGE)
+        self.slots, self.ple = slots, ple
+        self.memory = torch.full((slots * self.most, PAGE), -1)
+        self.cleared: list[int] = []
+        self.steps: list[int] = []  # rows of each
+        self.fail: Exception | None = None
+        self.grams: list[list[int]] = []
+
+    def inputs(self, rows: int) -> StepInputs:
+        return StepInputs(
+            torch.zeros(rows, dtype=torch.int64),
+            torch.full((rows,), -1),
+            torch.zeros(rows, dtype=torch.int64),
+            torch.zeros(self.slots, self.most, dtype=torch.int32),
+            torch.zeros(rows, self.ple) if self.ple else None,
+        )
+
+    def step(self, inputs: StepInputs) -> Tensor:
+        self.steps.append(len(inputs.tokens))
+        if self.fail is not None:
+            error, self.fail = self.fail, None
+            raise error
+        out = torch.full((len(inputs.tokens), VOCAB), float("nan"))
+        numbers = inputs.tokens.tolist(), inputs.slots.tolist(), inputs.positions.tolist()
+        for row, (token, slot, position) in enumerate(zip(*numbers, strict=True)):
+            if slot < 0:
+                continue
+            if inputs.ple is not None:
+                assert inputs.ple[row].tolist() == [float(token)] * self.ple
+            out[row] = self._append([token], slot, position, inputs.pages)
+        return out
+
+    def prefill(self, tokens: Tensor, slot: int, start: int, pages: Tensor) -> Tensor:
+        return self._append(tokens.tolist(), slot, start, pages)
+
+    def clear(self, slot: int) -> None:
+        self.cleared.append(slot)
+
+    def gather(self, tokens: Sequence[Sequence[int]]) -> Tensor | None:
+        self.grams = [list(row) for row in tokens]
+        return torch.tensor([[float(row[-1])] * self.ple for row in tokens])
+
+    def _append(self, tokens: list[int], slot: int, start: int, pages: Tensor) -> Tensor:
+        table = pages[slot].long()
+        for place, token in enumerate(tokens, start):
+            self.memory[table[place // PAGE], place % PAGE] = token
+        end = start + len(tokens)
+        held = self.memory[table].flatten()[:end].tolist()
+        return logits_of(held)
