@@ -72,7 +72,7 @@ def fill_dense(
                 if held is None or name in tied:
                     continue
                 if held.device.type != "meta":
-                    held._is_hf_initialized = True  # type: ignore[attr-defined]
+                    held._is_hf_initialized = True
                     continue
                 where, kind = device(name), target_dtype(name, held, float32)
                 is_table = id(held) in embeddings
