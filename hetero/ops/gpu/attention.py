@@ -91,16 +91,34 @@ def attention_rows(  # noqa: PLR0917
         GROUP=max(16, triton.next_power_of_2(s.q_heads // s.kv_heads)), CHUNK=_CHUNK,
         EXACT=cache.keys.dtype == torch.float32, TWIN=twin, num_warps=_WARPS,
     )  # fmt: skip
-    # Where a head does not end with a group its rows are quantised in a third kernel.
-    whole = fmt.quantised and s.dim % ACT_GROUP == 0
-    made, k_pad = empty_rows(fmt if whole else _VALUES, rows, s.q_heads * s.dim, q)
-    extra = -(-(k_pad - s.q_heads * s.dim) // s.dim) if whole else 0
-    wide = min(width, _WIDE)
-    gate, sinks = q[:, s.dim :] if s.gated else q, q if weights.sinks is None else weights.sinks
-    attention_kernels.combine[(-(-s.dim // wide), s.q_heads + extra, rows)](
-        sums, tops, totals, slots, gate, sinks, made.q, *made, gate.stride(0),
-        Q_HEADS=s.q_heads, DIM=s.dim, WIDTH=wide, PARTS=parts, K_PAD=k_pad,
-        GATE_STRIDE=head_stride if s.gated else 0, HAS_SINKS=weights.sinks is not None, QUANTISED=whole,
+    gate = torch.unflatten(q, 1, (s.q_heads, head_stride))[..., s.dim :] if s.gated else None
+    return joined_rows(fmt, (sums, tops, totals), slots, gate, weights.sinks, dtype=q.dtype)
+
+
+def joined_rows(
+    fmt: Format,
+    parts: tuple[Tensor, Tensor, Tensor],
+    slots: Tensor,
+    gate: Tensor | None,
+    sinks: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+) -> Rows:
+    """Rows [T, heads * dim] of what ``attention_kernels.attend`` left: sums [T, heads, parts, dim], tops and
+    totals [T, heads, parts], float32, contiguous; times sigmoid(gate), gate [T, heads, dim] with any strides
+    of rows and heads. Values are of ``dtype``."""
+    sums, tops, totals = parts
+    rows, heads, count, dim = sums.shape
+    # Where a head does not end with a group its rows are quantised in another kernel.
+    whole = fmt.quantised and dim % ACT_GROUP == 0
+    made, k_pad = empty_rows(fmt if whole else _VALUES, rows, heads * dim, dtype, sums.device)
+    extra = -(-(k_pad - heads * dim) // dim) if whole else 0
+    wide = min(triton.next_power_of_2(dim), _WIDE)
+    opened = sums if gate is None else gate
+    attention_kernels.combine[(-(-dim // wide), heads + extra, rows)](
+        sums, tops, totals, slots, opened, sums if sinks is None else sinks, made.q, *made, opened.stride(0),
+        Q_HEADS=heads, DIM=dim, WIDTH=wide, PARTS=count, K_PAD=k_pad,
+        GATE_STRIDE=0 if gate is None else gate.stride(1), HAS_SINKS=sinks is not None, QUANTISED=whole,
     )  # fmt: skip
     return made if whole or not fmt.quantised else plain_rows(fmt, made.q)
 

@@ -50,7 +50,7 @@ def plain_rows(fmt: Format, x: Tensor) -> Rows:
     if not fmt.quantised:
         return Rows(x, x)
     rows, k = x.shape
-    made, k_pad = empty_rows(fmt, rows, k, x)
+    made, k_pad = empty_rows(fmt, rows, k, x.dtype, x.device)
     expert_kernels.quantise_rows[(rows, -(-k_pad // ACT_GROUP // 4))](
         x, made.q, made.scales, k, k_pad, x.stride(0), GROUPS=4, num_warps=1
     )
@@ -74,7 +74,7 @@ def norm_rows(  # noqa: PLR0917
     whole without it. The sum is rounded to the dtype of x, and is the new residual.
     """
     rows, k = x.shape
-    made, k_pad = empty_rows(fmt, rows, k, x)
+    made, k_pad = empty_rows(fmt, rows, k, x.dtype, x.device)
     normed = torch.empty(rows, k, dtype=x.dtype, device=x.device)
     sums = add is not None or shared is not None
     residual = torch.empty_like(normed) if sums else x
@@ -92,7 +92,7 @@ def norm_rows(  # noqa: PLR0917
 def swiglu_rows(fmt: Format, gate_up: Tensor, kind: int = expert_kernels.SILU.value) -> Rows:
     """Rows [T, I] of act(gate) * up, of gate_up [T, 2 * I]; ``kind``: a number of ``expert_kernels``."""
     rows, k = gate_up.shape[0], gate_up.shape[1] // 2
-    made, k_pad = empty_rows(fmt, rows, k, gate_up)
+    made, k_pad = empty_rows(fmt, rows, k, gate_up.dtype, gate_up.device)
     fused_kernels.swiglu_rows[(rows, -(-k_pad // ACT_GROUP // 4))](
         gate_up, made.q, made.q, made.scales, gate_up.stride(0),
         K=k, K_PAD=k_pad, GROUPS=4, KIND=kind, QUANTISED=fmt.quantised, num_warps=1,
@@ -122,7 +122,7 @@ def _gated(
     # Where a head does not end with a group its rows are quantised in a second kernel.
     whole = fmt.quantised and dim % ACT_GROUP == 0
     k_pad = padded_k(fmt, heads * dim)
-    made = empty_rows(fmt, rows, heads * dim, y)[0] if whole or not fmt.quantised else None
+    made = empty_rows(fmt, rows, heads * dim, y.dtype, y.device)[0] if whole or not fmt.quantised else None
     values = torch.empty(rows, heads * dim, dtype=y.dtype, device=y.device) if made is None else made.q
     extra = -(-(k_pad - heads * dim) // dim) if whole else 0
     width = triton.next_power_of_2(max(dim, ACT_GROUP))
@@ -164,14 +164,14 @@ def project(rows: Rows, m: PackedMatrix, out_dtype: torch.dtype = torch.bfloat16
     return out
 
 
-def empty_rows(fmt: Format, rows: int, k: int, like: Tensor) -> tuple[Rows, int]:
-    """(room for rows, k_pad); for values of the dtype of ``like``."""
+def empty_rows(fmt: Format, rows: int, k: int, dtype: torch.dtype, device: torch.device) -> tuple[Rows, int]:
+    """(room for rows of k inputs, k_pad); ``dtype``: of values."""
     if not fmt.quantised:
-        values = torch.empty(rows, k, dtype=like.dtype, device=like.device)
+        values = torch.empty(rows, k, dtype=dtype, device=device)
         return Rows(values, values), k
     k_pad = padded_k(fmt, k)
-    q = torch.empty(rows, k_pad, dtype=torch.int8, device=like.device)
-    return Rows(q, torch.empty(rows, k_pad // ACT_GROUP, dtype=torch.float32, device=like.device)), k_pad
+    q = torch.empty(rows, k_pad, dtype=torch.int8, device=device)
+    return Rows(q, torch.empty(rows, k_pad // ACT_GROUP, dtype=torch.float32, device=device)), k_pad
 
 
 def _warps(groups: int) -> int:

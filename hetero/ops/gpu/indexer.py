@@ -8,8 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
+from hetero.formats import Format
 from hetero.ops.gpu import attention_kernels, indexer_kernels
-from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys
+from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys, joined_rows
 
 # Programs that share a row's tokens, and its blocks; the interpreter runs them one by one.
 _PARTS, _CHUNK = (16, 2), 32
@@ -155,12 +156,8 @@ def attend(
         GROUP=max(16, triton.next_power_of_2(s.q_heads // s.kv_heads)), CHUNK=_CHUNK,
         TWIN=device.type == "cpu", **sizes,
     )  # fmt: skip
-    out = torch.empty(rows, s.q_heads * s.dim, dtype=cache.keys.dtype, device=device)
-    attention_kernels.combine[(s.q_heads, rows)](
-        sums, tops, totals, slots, queries if gate is None else gate[..., s.dim :], queries, out,
-        GATE_STRIDE=0 if gate is None else 2 * s.dim, HAS_SINKS=False, **sizes,
-    )  # fmt: skip
-    return out
+    opened = None if gate is None else gate[..., s.dim :]
+    return joined_rows(Format("bf16"), (sums, tops, totals), slots, opened, dtype=cache.keys.dtype).q
 
 
 def indexed_attention_step(
@@ -180,10 +177,10 @@ def indexed_attention_step(
     q_norm, k_norm = (weights.q_norm, weights.k_norm) if normed else (q, k)
     attention_kernels.append[(shape.q_heads + shape.kv_heads, rows)](
         q, k, v, q_norm, k_norm, weights.inverse_frequencies, pages, slots, positions, queries,
-        cache.keys, cache.values, weights.eps, weights.rope_scale,
+        cache.keys, cache.values, weights.eps, weights.rope_scale, q.stride(0), k.stride(0), v.stride(0),
         Q_HEADS=shape.q_heads, KV_HEADS=shape.kv_heads, DIM=shape.dim,
-        WIDTH=triton.next_power_of_2(shape.dim), Q_STRIDE=stride, ROTARY=shape.rotary, PAGE=cache.page,
+        WIDTH=triton.next_power_of_2(shape.dim), HEAD_STRIDE=stride, ROTARY=shape.rotary, PAGE=cache.page,
         MOST_PAGES=pages.shape[1], HAS_NORM=normed, NORM_OFFSET=shape.norm_offset or 0.0,
     )  # fmt: skip
-    gate = q.view(rows, shape.q_heads, stride) if shape.gated else None
+    gate = torch.unflatten(q, 1, (shape.q_heads, stride)) if shape.gated else None
     return attend(shape, indexer[0], cache, (queries, chosen), where, gate=gate)
