@@ -120,33 +120,6 @@ class Spans(Protocol):
         """With the number and the step that they are recorded under."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """How a chunk of a prompt, or one layer of it, was computed, and how long that was expected to take and
-    took; times of ``clock``."""
-
-    strategy: str
-    layer: int
-    tokens: int
-    start: int
-    end: int
-    expected_s: float
-
-    def spans(self, number: int, step: int) -> Iterable[Span]:
-        details = (("strategy", self.strategy), ("expected_us", round(self.expected_s * 1e6, 1)))
-        yield Span(
-            number,
-            "choice",
-            PREFILL,
-            self.layer,
-            step,
-            self.start,
-            self.end,
-            tokens=self.tokens,
-            details=details,
-        )
-
-
 class Recorder:
     """A ring of events, and the step that is under way.
 
@@ -155,10 +128,12 @@ class Recorder:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.active = False
+        self.stamping = False  # as well: GPUs stamp their work, which makes steps a little slower
         self._slots: list[tuple[int, int, Event | Spans] | None] = [None] * capacity
         self._numbers = itertools.count()
         self._next = 0  # about where the numbers are: of two writers at once the slower may set it back
         self._watchers = 0
+        self._stamped = 0  # of these
         self._lock = threading.Lock()
         self._step = -1
         self._began = 0  # 0 where no step is under way, or one that began before the recording
@@ -170,8 +145,9 @@ class Recorder:
         self._at_end.append(weakref.WeakMethod(call))
 
     @contextmanager
-    def recording(self, capacity: int = CAPACITY) -> Iterator[Recorder]:
-        """Record within it. Several may watch at once; the largest ``capacity`` that was asked for stays."""
+    def recording(self, capacity: int = CAPACITY, *, stamps: bool = False) -> Iterator[Recorder]:
+        """Record within it, with ``stamps`` what GPUs do inside of graphs as well. Several may watch at once;
+        the largest ``capacity`` that was asked for stays."""
         with self._lock:
             if capacity > len(self._slots):
                 # A writer that still holds the old list loses one event; its numbers go on.
@@ -179,13 +155,15 @@ class Recorder:
             if not self._watchers:
                 self._began = 0
             self._watchers += 1
-            self.active = True
+            self._stamped += stamps
+            self.active, self.stamping = True, self._stamped > 0
         try:
             yield self
         finally:
             with self._lock:
                 self._watchers -= 1
-                self.active = self._watchers > 0
+                self._stamped -= stamps
+                self.active, self.stamping = self._watchers > 0, self._stamped > 0
                 calls = [] if self.active else [call() for call in self._at_end]
             for call in calls:
                 if call is not None:

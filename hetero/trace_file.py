@@ -144,7 +144,7 @@ def to_file(path: str | None, tell: Callable[[str], None]) -> Iterator[None]:
     check_writable(target)
     since = recorder.next_number() + 1
     try:
-        with recorder.recording(LONG_CAPACITY):
+        with recorder.recording(LONG_CAPACITY, stamps=True):
             yield
     finally:
         spans = recorder.spans(since)

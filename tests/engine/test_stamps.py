@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from hetero.ops.gpu.stamps import Stamps, lap, lap_experts, running, start
-from hetero.trace import HEAD, HITS, IN_PLACE, MIXER, MOVE, STAMPED, clock, recorder, whole_steps
+from hetero.ops.gpu.stamps import Stamps, chosen, here, lap, lap_experts, running, start
+from hetero.trace import HEAD, HITS, IN_PLACE, MIXER, MOVE, PREFILL, STAMPED, clock, recorder, whole_steps
 
 
 def one_step(counts: torch.Tensor) -> None:
@@ -133,3 +133,30 @@ def test_the_end_of_a_recording_is_told_to_those_who_live() -> None:
             pass
         assert listener.heard == 0
     assert listener.heard == 1
+
+
+def test_choices_are_from_the_last_lap_until_now() -> None:
+    stamps = Stamps("cpu")
+    tape = stamps.tape()
+    with tape.recording():
+        assert running()
+        start()
+        lap(MIXER, 2)
+        since = here()
+        lap(HEAD)
+        chosen(since, "stream", 2, 77, 5e-6)
+        lap(HEAD)
+        tape.seal()
+    assert here() == -1
+    chosen(-1, "stream", 2, 77, 5e-6)
+    with recorder.recording(stamps=True):
+        assert recorder.stamping
+        since = recorder.next_number() + 1
+        tape.tell(100)
+        mixer, head, choice, rest = recorder.spans(since)
+    assert not recorder.stamping
+    assert (choice.lane, choice.name, choice.layer, choice.tokens) == ("choice", PREFILL, 2, 77)
+    assert dict(choice.details) == {"strategy": "stream", "expected_us": 5.0}
+    assert mixer.end == choice.start == head.start
+    assert head.end <= choice.end == rest.start
+    assert mixer.tokens == 100

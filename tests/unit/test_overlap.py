@@ -18,12 +18,11 @@ from hetero.trace import (
     IN_PLACE,
     MIXER,
     MOVE,
+    PREFILL,
     SHARED,
     STAMPED,
     SUBMIT,
     WAIT,
-    Choice,
-    Recorder,
     Span,
     Step,
     summarise,
@@ -119,24 +118,32 @@ def test_deferred_and_moved_experts_count() -> None:
     assert told.host_s == pytest.approx(20e-6)
 
 
+def chunk(strategy: str, layer: int, times: tuple[int, int], expected_us: float) -> Span:
+    details = (("strategy", strategy), ("expected_us", expected_us))
+    return Span(layer, "choice", PREFILL, layer, 0, *times, tokens=512, details=details)
+
+
 def test_choices_of_prefills_are_told() -> None:
-    recorder = Recorder(64)
-    with recorder.recording():
-        recorder.begin_step(512)
-        recorder.add(Choice("stream", 3, 512, 1000, 5000, 3e-6))
-        recorder.add(Choice("cpu", 4, 512, 5000, 7000, 4e-6))
-        recorder.end_step(STAMPED)
-    steps = whole_steps(recorder.spans())
+    spans = [
+        chunk("stream", 3, (1000, 5000), 3.0),
+        chunk("cpu", 4, (5000, 7000), 4.0),
+        Span(9, "step", STAMPED, -1, 0, 500, 9000, 0, 512),
+    ]
+    steps = whole_steps(spans, 3)
     assert choices(steps) == [
         {"step": 0, "layer": 3, "tokens": 512, "actual_us": 4.0, "strategy": "stream", "expected_us": 3.0},
         {"step": 0, "layer": 4, "tokens": 512, "actual_us": 2.0, "strategy": "cpu", "expected_us": 4.0},
     ]
     lines = "\n".join(summary_lines(steps))
     assert "prefill by 'stream': 1 times, 512 rows" in lines
-    body = chrome_trace(recorder.spans())
+    body = chrome_trace(spans, 3)
     assert body["otherData"]["choices"] == choices(steps)
     assert body["otherData"]["prefill"]["steps"] == 1
     assert "decode" not in body["otherData"]
+    assert [e["args"]["strategy"] for e in body["traceEvents"] if e.get("cat") == "choice"] == [
+        "stream",
+        "cpu",
+    ]
 
 
 def test_rows_of_the_viewer_do_not_overlap() -> None:

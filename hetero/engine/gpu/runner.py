@@ -22,7 +22,10 @@ from hetero.engine.gpu.graphs import CaptureError, StepGraph, Waiter
 from hetero.engine.gpu.pages import PAGE, Pages
 from hetero.engine.gpu.parts import Decoder, Experts, Shared
 from hetero.engine.gpu.staging import Results, Staging
+from hetero.engine.gpu.traced import CHUNK, Tracing, stamped
 from hetero.engine.handoff import Handoff, Totals
+from hetero.ops.gpu.stamps import Tape
+from hetero.trace import recorder
 
 log = logging.getLogger("hetero.engine")
 
@@ -81,6 +84,8 @@ class GpuRunner:
         self._staging = {n: Staging(one, n, self.pages.table) for n, one in inputs.items()}
         self._results = {n: Results(n, self.device) for n in self.rows}
         self._graphs: dict[int, StepGraph] = {}
+        self._pool: Any = None  # of the graphs' memory
+        self._tracing = Tracing(self.device)
         self._stream: Any = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._waiter = Waiter(wait) if on_gpu else None
         self._shared = shared
@@ -127,8 +132,7 @@ class GpuRunner:
             for first in range(0, len(tokens), self.chunk):
                 part = list(tokens[first : first + self.chunk])
                 self.pages.grow(slot, self._length[slot] + len(part))
-                ids = torch.tensor(part, dtype=torch.int64).to(self.device)
-                logits = self.decoder.prefill(ids, slot, self._length[slot], self.pages.table)
+                logits = self._read(slot, part)
                 self._last[slot] = (self._last[slot] + part)[-_REMEMBERED:]
                 self._length[slot] += len(part)
             if logits is None:
@@ -146,19 +150,32 @@ class GpuRunner:
         size = next(n for n in self.rows if n >= count)
         staging, results = self._staging[size], self._results[size]
         with self._on_stream():
-            for slot, token in rows:
-                self.pages.grow(slot, self._length[slot] + 1)
-                self._last[slot] = [*self._last[slot][1 - _REMEMBERED :], token]
-            if staging.ple is not None:
-                gathered = self.decoder.gather([self._last[slot] for slot, _ in rows])
-                assert gathered is not None
-                staging.ple[:count] = gathered
-            staging.fill([(token, slot, self._length[slot]) for slot, token in rows])
-            out = self._run(size, count)
+            graph, tape = self._means(size)
+            with self._tracing.step(tape, count):
+                for slot, token in rows:
+                    self.pages.grow(slot, self._length[slot] + 1)
+                    self._last[slot] = [*self._last[slot][1 - _REMEMBERED :], token]
+                if staging.ple is not None:
+                    gathered = self.decoder.gather([self._last[slot] for slot, _ in rows])
+                    assert gathered is not None
+                    staging.ple[:count] = gathered
+                staging.fill([(token, slot, self._length[slot]) for slot, token in rows])
+                out = self._run(size, count, graph, tape)
+                ids, best = results.read(count)
         for slot, _ in rows:
             self._length[slot] += 1
-        ids, best = results.read(count)
         return StepOut(ids, best, out[:count] if logits else None)
+
+    def _read(self, slot: int, part: list[int]) -> Tensor:
+        """Logits after one chunk of a prompt."""
+        tape = self._tracing.tape(CHUNK)
+        with self._tracing.step(tape, len(part)):
+            with nullcontext() if tape is None else tape.recording(), stamped(tape):
+                ids = torch.tensor(part, dtype=torch.int64).to(self.device)
+                logits = self.decoder.prefill(ids, slot, self._length[slot], self.pages.table)
+            if recorder.active:
+                self._wait(0)
+        return logits
 
     # -- graphs
 
@@ -171,15 +188,15 @@ class GpuRunner:
             for size in reversed(self.rows):
                 self._staging[size].idle()
                 for _ in range(_WARM_UPS):
-                    self._run(size, size)
+                    self._run(size, size, None, None)
             if self.eager:
                 return
             torch.cuda.synchronize(self.device)
-            pool: Any = torch.cuda.graph_pool_handle()
+            self._pool = torch.cuda.graph_pool_handle()
             # The largest first, so that the others find memory that it has taken.
             for size in reversed(self.rows):
                 try:
-                    self._graphs[size] = StepGraph(partial(self._record, size), self._stream, pool)
+                    self._graphs[size] = self._captured(size, None)
                 except CaptureError as error:
                     self._give_up(error)
                     return
@@ -219,30 +236,43 @@ class GpuRunner:
         if self._stream is not None:
             torch.cuda.synchronize(self.device)
         self._graphs.clear()
+        self._tracing.close()
         if self.handoff is not None:
             self.handoff.close()
 
     # -- one step
 
-    def _run(self, size: int, count: int) -> Tensor:
+    def _means(self, size: int) -> tuple[StepGraph | None, Tape | None]:
+        """What runs a step, None being the operators themselves, and the tape that it stamps into."""
+        plain, tape = self._graphs.get(size), self._tracing.tape(size)
+        if plain is None or tape is None:
+            return plain, tape
+        graph = self._tracing.graph(size, tape, partial(self._captured, size, tape))
+        return (plain, None) if graph is None else (graph, tape)
+
+    def _captured(self, size: int, tape: Tape | None) -> StepGraph:
+        return StepGraph(partial(self._record, size, tape), self._stream, self._pool)
+
+    def _run(self, size: int, count: int, graph: StepGraph | None, tape: Tape | None) -> Tensor:
         """Logits [size, V] of a step whose first ``count`` rows count, once it is through."""
-        graph = self._graphs.get(size)
         with nullcontext() if self.handoff is None else self.handoff.step({LANE: count}):
             if graph is None:
-                out = self._record(size)
+                with nullcontext() if tape is None else tape.recording():
+                    out = self._record(size, tape)
             else:
                 graph.replay()
                 out = graph.out
             self._wait(size)
         return out
 
-    def _record(self, size: int) -> Tensor:
+    def _record(self, size: int, tape: Tape | None) -> Tensor:
         staging = self._staging[size]
-        staging.send()
-        out = self.decoder.step(staging.inputs)
-        if self._shared is not None:
-            self._shared.join()
-        self._results[size].take(out)
+        with stamped(tape):
+            staging.send()
+            out = self.decoder.step(staging.inputs)
+            if self._shared is not None:
+                self._shared.join()
+            self._results[size].take(out)
         return out
 
     def _wait(self, kind: int) -> None:

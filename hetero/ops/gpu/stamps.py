@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hetero.alignment import Alignment, Bracket, meet
 from hetero.hw.cuda_driver import driver
-from hetero.trace import HITS, IN_PLACE, Lane, Span, clock, recorder
+from hetero.trace import HITS, IN_PLACE, PREFILL, Lane, Span, clock, recorder
 
 PTX = """
 .version 6.3
@@ -75,9 +75,11 @@ class Lap(NamedTuple):
     layer: int
     begin: int
     end: int
-    nbytes: int
-    counts: Tensor | None
-    expert_bytes: int
+    nbytes: int = 0
+    counts: Tensor | None = None
+    expert_bytes: int = 0
+    tokens: int | None = None  # None: of the step
+    details: tuple[tuple[str, str | float], ...] = ()
 
 
 class Stamps:
@@ -152,7 +154,7 @@ class Tape:
         cuda = stamps.device.type == "cuda"
         self._device = torch.zeros(capacity, _WORDS, dtype=torch.int64, device=stamps.device)
         self._host = torch.zeros(capacity, _WORDS, dtype=torch.int64, pin_memory=cuda)
-        self._laps: list[Lap] = []
+        self.laps: list[Lap] = []
         self._last: dict[int, int] = {}  # stream -> its last stamp
         self._used = 0
 
@@ -161,7 +163,7 @@ class Tape:
         """Laps within it are of this tape, whose earlier ones are forgotten."""
         global _running  # noqa: PLW0603 - operators deep in a model ask for it
         before, _running = _running, self
-        self._laps, self._last, self._used = [], {}, 0
+        self.laps, self._last, self._used = [], {}, 0
         try:
             yield self
         finally:
@@ -196,7 +198,12 @@ class Tape:
         begin = self._last.get(self._stream())
         end = self.mark(counts)
         if begin is not None:
-            self._laps.append(Lap(lane, name, layer, begin, end, nbytes, counts, expert_bytes))
+            self.laps.append(Lap(lane, name, layer, begin, end, nbytes, counts, expert_bytes))
+
+    def here(self) -> int:
+        """The last stamp of the current stream, or one that is put there."""
+        last = self._last.get(self._stream())
+        return self.mark() if last is None else last
 
     def _stream(self) -> int:
         if self.stamps.device.type != "cuda":
@@ -210,22 +217,22 @@ class Tape:
     def begin(self) -> None:
         """A step that was recorded follows."""
         self.stamps.read_again()
-        for lap in self._laps:
+        for lap in self.laps:
             if lap.counts is not None:
                 self.stamps.prime(lap.counts)
 
     def tell(self, tokens: int) -> None:
         """The stream is through with a step: its laps go into the recorder, as parts of the step that is
         under way there."""
-        if not recorder.active or not self._laps:
+        if not recorder.active or not self.laps:
             return
         taken: list[list[int]] = self._host[: self._used].tolist()
         counts = {
             lap.end: self.stamps.since_last(lap.counts, taken[lap.end][1:])
-            for lap in self._laps
+            for lap in self.laps
             if lap.counts is not None
         }
-        recorder.add(Told(self.stamps, self._laps, [one[0] for one in taken], counts, tokens))
+        recorder.add(Told(self.stamps, self.laps, [one[0] for one in taken], counts, tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +257,10 @@ class Told:
                     yield Span(
                         number, "pcie", IN_PLACE, lap.layer, step, start, end, size, self.tokens, in_place
                     )
-            yield Span(number, lap.lane, lap.name, lap.layer, step, start, end, nbytes, self.tokens, experts)
+            tokens = self.tokens if lap.tokens is None else lap.tokens
+            yield Span(
+                number, lap.lane, lap.name, lap.layer, step, start, end, nbytes, tokens, experts, lap.details
+            )
 
 
 _running: Tape | None = None
@@ -279,3 +289,17 @@ def lap_experts(layer: int, counts: Tensor, expert_bytes: int) -> None:
     since the start and up to this step's look-up."""
     if _running is not None:
         _running.lap("gpu", HITS, layer, counts=counts, expert_bytes=expert_bytes)
+
+
+def here() -> int:
+    """The last lap's end on the current stream, or now, for ``chosen``; -1 without a tape."""
+    return -1 if _running is None else _running.here()
+
+
+def chosen(since: int, strategy: str, layer: int, tokens: int, expected_s: float) -> None:
+    """The experts of a prefill's chunk, or of a part of it, were computed between ``here()`` and now, in this
+    way and in so many seconds as a model of costs expected."""
+    if _running is not None and since >= 0:
+        details = (("strategy", strategy), ("expected_us", round(expected_s * 1e6, 1)))
+        now = _running.mark()
+        _running.laps.append(Lap("choice", PREFILL, layer, since, now, tokens=tokens, details=details))
