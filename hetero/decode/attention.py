@@ -65,6 +65,7 @@ class AttentionMixer:
         q, k, v = (part.contiguous() for part in self._in.few(x, self._dtype))
         where = inputs.pages, inputs.slots, inputs.positions
         y = attention_step(self.shape, self.weights, self.cache, (q, k, v), where)
+        y = y.masked_fill(inputs.slots.unsqueeze(1) < 0, 0.0)  # finite in idle rows
         return self._out.whole(plain_rows(self._out.format, y), self._dtype)
 
     def prefill(self, x: Tensor, chunk: Chunk) -> Tensor:

@@ -16,6 +16,10 @@ from hetero.formats import Format
 from hetero.ops.gpu.delta import DeltaShape, DeltaState, DeltaWeights, delta_step
 from hetero.ops.gpu.fused import Normed, plain_rows
 
+# Tokens of a prefill that the recurrence takes at a time: their float32 intermediates are some hundred
+# megabytes in large models.
+_SEGMENT = 1024
+
 
 class DeltaMixer:
     """Of a module with ``in_proj_qkv``, ``_z``, ``_b``, ``_a``, or with ``in_proj_qkvz`` and ``_ba``, whose
@@ -55,13 +59,18 @@ class DeltaMixer:
     def step(self, x: Normed, inputs: StepInputs) -> Tensor:
         qkv, z, b, a = (part.contiguous() for part in self._in.few(x, self._dtype))
         y = delta_step(self.state, self.weights, (qkv, z, a, b), inputs.slots, inputs.positions)
+        y = y.masked_fill(inputs.slots.unsqueeze(1) < 0, 0.0)  # finite in idle rows
         return self._out.whole(plain_rows(self._out.format, y), self._dtype)
 
     def prefill(self, x: Tensor, chunk: Chunk) -> Tensor:
-        qkv, z, b, a = self._in.many(x)
-        acted = convolved(self.state, self.weights, qkv, chunk.slot, chunk.start)
-        y = delta_rule(self.state, self.weights, (acted, a, b), chunk.slot)
-        return self._out.many(gated_norm(self.weights, y, z).to(x.dtype))[0]
+        projected = self._in.many(x)
+        outputs = []
+        for first in range(0, x.shape[0], _SEGMENT):
+            qkv, z, b, a = (part[first : first + _SEGMENT] for part in projected)
+            acted = convolved(self.state, self.weights, qkv, chunk.slot, chunk.start + first)
+            y = delta_rule(self.state, self.weights, (acted, a, b), chunk.slot)
+            outputs.append(gated_norm(self.weights, y, z).to(x.dtype))
+        return self._out.many(torch.cat(outputs))[0]
 
     def clear(self, slot: int) -> None:
         self.state.clear(slot)

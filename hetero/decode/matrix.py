@@ -129,6 +129,6 @@ def _matrix(source: nn.Module | Tensor) -> PackedMatrix:
 
 def _release(source: Any) -> None:
     if isinstance(source, PackedLinear):
-        source.packed = source.packed[:0]
+        source.packed = torch.empty_like(source.packed[:0])
     elif isinstance(source, nn.Linear):
-        source.weight.data = source.weight.data[:0]
+        source.weight.data = torch.empty_like(source.weight.data[:0])

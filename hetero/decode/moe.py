@@ -61,7 +61,6 @@ class RoutedBlock:
             parts.append(Part(gate, (1,)))
         self._router = Projection(*parts)
         self._shared = None if shared is None else GatedMlp(shared, build)
-        self._dtype = build.dtype
 
     @property
     def format(self) -> Format:
@@ -71,7 +70,7 @@ class RoutedBlock:
         fmt = self._router.format
         # Values cost no kernel; where the router is quantised and the shared expert not, one makes its rows.
         mine = x if fmt == self.format else x._replace(rows=plain_rows(fmt, x.x))
-        outputs = self._router.few(mine, self._dtype)
+        outputs = self._router.few(mine, torch.float32)
         ids, weights = self._routed(outputs[0])
         # An idle row's numbers are garbage, for which no expert should be read.
         ids = ids.masked_fill(inputs.slots.unsqueeze(1) < 0, -1)
@@ -81,7 +80,7 @@ class RoutedBlock:
         return Sum(experts.collect(), shared, outputs[1] if self._gated else None)
 
     def prefill(self, x: Tensor) -> Tensor:
-        outputs = self._router.many(x)
+        outputs = self._router.many(x.float())
         ids, weights = self._routed(outputs[0])
         main = self._build.experts[self._index].prefill(x, ids, weights)
         shared = None if self._shared is None else self._shared.prefill(x)

@@ -2,43 +2,104 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from hetero.core import InputError
 from tests.decode.tiny import DEVICE, decoder_of, error, prefill, reference, step, tiny, tokens_of
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-FAMILIES = {
+MIXED = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 2, "mlp_only_layers": [1]},
-    "qwen3_next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_5_moe_text": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": MIXED,
+    "qwen3_5_moe_text": MIXED,
 }
 LIMIT = 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_and_prefills(family: str, generator: torch.Generator) -> None:
-    """A prompt in pieces, then steps beside another sequence that began with steps and an idle row."""
+    """A prompt in pieces, then greedy steps beside another sequence, which began with steps, and an idle
+    row; then the slots once more."""
     model = tiny(family, generator, **FAMILIES[family])
     decoder = decoder_of(model)
-    first, second = tokens_of(84, generator), tokens_of(5, generator)
-    wanted = reference(model, first), reference(model, second)
-    for begin, end in ((0, 1), (1, 2), (2, 70), (70, 79)):
-        logits = prefill(decoder, first[begin:end], 2, begin)
-        assert error(logits, wanted[0][end - 1]) < LIMIT, end
-    inputs = decoder.inputs(3)
-    for time in range(5):
-        rows = [(int(second[time]), 0, time), (0, -1, 0), (int(first[79 + time]), 2, 79 + time)]
-        logits = step(decoder, inputs, rows)
-        assert error(logits[0], wanted[1][time]) < LIMIT
-        assert error(logits[2], wanted[0][79 + time]) < LIMIT
+    prompt, other = tokens_of(21, generator), tokens_of(3, generator)
+    wanted = reference(model, prompt)
+    for begin, end in ((0, 1), (1, 18), (18, 21)):
+        logits = prefill(decoder, prompt[begin:end], 2, begin)
+        assert error(logits, wanted[end - 1]) < LIMIT, end
+    got, tokens, inputs = [[], []], prompt, decoder.inputs(3)  # type: ignore[var-annotated]
+    for time, token in enumerate(other.tolist()):
+        tokens = torch.cat([tokens, logits.argmax()[None]])
+        rows = [(token, 0, time), (0, -1, 0), (int(tokens[-1]), 2, len(tokens) - 1)]
+        out = step(decoder, inputs, rows)
+        logits = out[2]
+        got[0].append(out[0])
+        got[1].append(out[2])
+    for sequence, ours in ((other, got[0]), (tokens, got[1])):
+        assert error(torch.stack(ours), reference(model, sequence)[-3:]) < LIMIT
 
-    # The slot is used again, in one piece.
     decoder.clear(2)
-    assert error(prefill(decoder, first[:84], 2), wanted[0][83]) < LIMIT
+    assert error(prefill(decoder, prompt, 2), wanted[-1]) < LIMIT
     decoder.clear(0)
-    for time in range(2):
-        logits = step(decoder, decoder.inputs(1), [(int(second[time]), 0, time)])
-        assert error(logits[0], wanted[1][time]) < LIMIT
+    logits = step(decoder, decoder.inputs(1), [(int(prompt[0]), 0, 0)])
+    assert error(logits[0], wanted[0]) < LIMIT
+
+
+def test_sixteen_greedy_tokens(generator: torch.Generator) -> None:
+    model = tiny("qwen3_moe", generator, num_hidden_layers=1, mlp_only_layers=[])
+    decoder = decoder_of(model)
+    prompt = tokens_of(5, generator)
+    with torch.no_grad():
+        wanted = model.generate(prompt[None], max_new_tokens=17, do_sample=False, pad_token_id=0)[0, 5:]
+    tokens, inputs = [int(prefill(decoder, prompt, 1).argmax())], decoder.inputs(1)
+    while len(tokens) < 17:
+        tokens.append(int(step(decoder, inputs, [(tokens[-1], 1, len(tokens) + 4)]).argmax()))
+    assert tokens == wanted.tolist()
+
+
+def test_choices_from_outside(generator: torch.Generator) -> None:
+    """``routing`` is asked in every MoE layer, by its index among them, and what it says counts."""
+    model = tiny("qwen3_moe", generator, num_hidden_layers=3, mlp_only_layers=[0])
+    decoder = decoder_of(model)
+    prompt, seen = tokens_of(3, generator), []
+
+    def nobody(layer: int, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append((layer, tuple(ids.shape)))
+        return torch.full_like(ids, -1), weights
+
+    decoder.routing = nobody
+    alone = prefill(decoder, prompt, 0)
+    stepped = step(decoder, decoder.inputs(1), [(int(prompt[0]), 1, 0)])
+    assert seen == [(0, (3, 3)), (1, (3, 3)), (0, (1, 3)), (1, (1, 3))]
+    for layer in model.model.layers[1:]:
+        layer.mlp.experts.down_proj.data.zero_()
+    wanted = reference(model, prompt)
+    assert error(alone, wanted[-1]) < LIMIT
+    assert error(stepped[0], wanted[0]) < LIMIT
+
+
+def test_what_a_decoder_says_of_itself(generator: torch.Generator) -> None:
+    model = tiny("qwen3_next", generator, **MIXED)
+    decoder = decoder_of(model, slots=2, context=33)
+    assert (decoder.layers, decoder.vocabulary, len(decoder.experts)) == (2, 40, 1)
+    keys = 2 * 2 * 3 * 16 * 2 * 16 * 4  # keys and values, slots, pages, tokens, heads, dim, float32
+    delta = 2 * 4 * (128 * 4 + 4 * 16 * 16)  # slots, float32, channels and taps, heads, dims
+    assert decoder.state_bytes == keys + delta
+    assert decoder.gather([[1, 2, 3]]) is None
+    assert decoder.inputs(4).pages.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert decoder.inputs(4).ple is None
+
+
+def test_refuses_what_it_does_not_know(generator: torch.Generator) -> None:
+    with pytest.raises(InputError, match="layers of class MixtralDecoderLayer have no fused steps"):
+        decoder_of(tiny("mixtral", generator, num_hidden_layers=1))
+    model = tiny("qwen3_moe", generator, num_hidden_layers=1, mlp_only_layers=[])
+    model.model.rotary_emb.rope_type = "dynamic"
+    with pytest.raises(InputError, match="type 'dynamic' change with the length of a sequence"):
+        decoder_of(model)
