@@ -12,8 +12,8 @@ from hetero.decode.inputs import PAGE, Chunk, StepInputs
 from hetero.decode.matrix import Part, Projection
 from hetero.decode.prefill_attention import attend, rotated
 from hetero.formats import Format
-from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys, attention_step
-from hetero.ops.gpu.fused import Normed, plain_rows
+from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys, attention_rows
+from hetero.ops.gpu.fused import Normed
 
 
 class AttentionMixer:
@@ -62,11 +62,10 @@ class AttentionMixer:
         return self.cache.nbytes
 
     def step(self, x: Normed, inputs: StepInputs) -> Tensor:
-        q, k, v = (part.contiguous() for part in self._in.few(x, self._dtype))
+        q, k, v = self._in.few(x, self._dtype)
         where = inputs.pages, inputs.slots, inputs.positions
-        y = attention_step(self.shape, self.weights, self.cache, (q, k, v), where)
-        y = y.masked_fill(inputs.slots.unsqueeze(1) < 0, 0.0)  # finite in idle rows
-        return self._out.whole(plain_rows(self._out.format, y), self._dtype)
+        rows = attention_rows(self._out.format, self.shape, self.weights, self.cache, (q, k, v), where)
+        return self._out.whole(rows, self._dtype)
 
     def prefill(self, x: Tensor, chunk: Chunk) -> Tensor:
         shape, count = self.shape, x.shape[0]

@@ -13,8 +13,8 @@ from hetero.decode.inputs import Chunk, StepInputs
 from hetero.decode.matrix import Part, Projection
 from hetero.decode.prefill_delta import convolved, delta_rule, gated_norm
 from hetero.formats import Format
-from hetero.ops.gpu.delta import DeltaShape, DeltaState, DeltaWeights, delta_step
-from hetero.ops.gpu.fused import Normed, plain_rows
+from hetero.ops.gpu.delta import DeltaShape, DeltaState, DeltaWeights, delta_core
+from hetero.ops.gpu.fused import Normed, gated_norm_rows
 
 # Tokens of a prefill that the recurrence takes at a time: their float32 intermediates are some hundred
 # megabytes in large models.
@@ -33,9 +33,11 @@ class DeltaMixer:
             module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim,
             module.conv_kernel_size,
         )  # fmt: skip
-        acts = module.activation, getattr(module.norm, "activation", "silu")
-        if set(acts) != {"silu"}:
+        gate = getattr(module.norm, "activation", "silu")
+        if module.activation != "silu" or gate not in {"silu", "sigmoid"}:
+            acts = f"{module.activation} and {gate}"
             raise InputError(f"a gated delta net with the activations {acts} has no fused step")
+        self._silu = gate == "silu"
         self.weights = DeltaWeights(
             build.tensor(module.conv1d.weight[:, 0], torch.float32),
             build.tensor(module.A_log, torch.float32),
@@ -57,10 +59,11 @@ class DeltaMixer:
         return self.state.nbytes
 
     def step(self, x: Normed, inputs: StepInputs) -> Tensor:
-        qkv, z, b, a = (part.contiguous() for part in self._in.few(x, self._dtype))
-        y = delta_step(self.state, self.weights, (qkv, z, a, b), inputs.slots, inputs.positions)
-        y = y.masked_fill(inputs.slots.unsqueeze(1) < 0, 0.0)  # finite in idle rows
-        return self._out.whole(plain_rows(self._out.format, y), self._dtype)
+        qkv, z, b, a = self._in.few(x, self._dtype)
+        y = delta_core(self.state, self.weights, (qkv, a, b), inputs.slots, inputs.positions)
+        norm = self.weights.norm, self.weights.eps
+        rows = gated_norm_rows(self._out.format, y, z, *norm, silu=self._silu)
+        return self._out.whole(rows, self._dtype)
 
     def prefill(self, x: Tensor, chunk: Chunk) -> Tensor:
         projected = self._in.many(x)
@@ -69,7 +72,7 @@ class DeltaMixer:
             qkv, z, b, a = (part[first : first + _SEGMENT] for part in projected)
             acted = convolved(self.state, self.weights, qkv, chunk.slot, chunk.start + first)
             y = delta_rule(self.state, self.weights, (acted, a, b), chunk.slot)
-            outputs.append(gated_norm(self.weights, y, z).to(x.dtype))
+            outputs.append(gated_norm(self.weights, y, z, silu=self._silu).to(x.dtype))
         return self._out.many(torch.cat(outputs))[0]
 
     def clear(self, slot: int) -> None:

@@ -25,7 +25,7 @@ class Mixer(Protocol):
         ...
 
     def step(self, x: Normed, inputs: StepInputs) -> Tensor:
-        """One token of every row, R <= 16: of x.rows and x.x to [R, H], garbage in idle
+        """One token of every row, R <= 16: [R, H] of x.rows and x.x, finite in idle
         rows. Capturable: no sync, and nothing on the host depends on data."""
         ...
 

@@ -78,10 +78,11 @@ def delta_rule(
     return out.flatten(1, 2)[:, :count].transpose(0, 1)
 
 
-def gated_norm(weights: DeltaWeights, y: Tensor, z: Tensor) -> Tensor:
-    """float32 [T, value_heads * value_dim]: each head of y by its root mean square, times silu(z)."""
+def gated_norm(weights: DeltaWeights, y: Tensor, z: Tensor, *, silu: bool) -> Tensor:
+    """float32 [T, value_heads * value_dim]: each head of y by its root mean square, times silu(z) or
+    sigmoid(z)."""
     normed = nn.functional.rms_norm(y, (y.shape[-1],), weights.norm, weights.eps)
-    return normed.flatten(1) * nn.functional.silu(z.float())
+    return normed.flatten(1) * (nn.functional.silu if silu else torch.sigmoid)(z.float())
 
 
 def _chunks(x: Tensor, heads: int) -> Tensor:
