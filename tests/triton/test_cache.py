@@ -9,87 +9,171 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from hetero.ops.gpu.cache import HALF_LIFE, MARGIN, ExpertCache
+from hetero.core import ExpertSpec
+from hetero.cpu import CpuExperts
+from hetero.formats import parse_format
+from hetero.ops.gpu.cache import GAIN, HALF_LIFE, MEMORY, ExpertCache
+from hetero.ops.gpu.hybrid import DirectPort, HybridExperts
+from hetero.ops.gpu.hybrid_shared import HybridShared
+from hetero.ops.gpu.pinned import PinnedArena
+from tests.cpu.reference import fill, random_weights
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = [pytest.mark.gpu] if CUDA else []
-EXPERTS, STRIDE = 11, 256
+EXPERTS = 12
+SPEC = ExpertSpec(EXPERTS, 32, 16, 2)
 
 
-def host_memory(generator: torch.Generator) -> torch.Tensor:
-    bytes_ = torch.randint(256, (EXPERTS, STRIDE), generator=generator, dtype=torch.uint8)
-    return bytes_.pin_memory() if CUDA else bytes_
+def make(slots: int, generator: torch.Generator, moves: int = 2) -> HybridExperts:
+    experts = fill(CpuExperts(SPEC, parse_format("int8")), random_weights(SPEC, generator))
+    port = DirectPort([experts], 4, DEVICE)
+    shared = HybridShared(DEVICE, moves=moves)
+    return HybridExperts(experts, 0, port, shared, slots=slots, arena=PinnedArena(experts, DEVICE))
 
 
-def check_slots(cache: ExpertCache) -> list[int]:
-    """What ``slot_of`` and ``expert_in`` say agrees, and slots hold their experts' bytes; the experts
-    here."""
-    slot_of, expert_in = cache._slot_of.tolist(), cache._expert_in.tolist()
-    here = [expert for expert, slot in enumerate(slot_of) if slot >= 0]
-    assert sorted(here) == sorted(expert for expert in expert_in if expert >= 0)
-    for expert in here:
-        assert expert_in[slot_of[expert]] == expert
-        assert torch.equal(cache.memory[slot_of[expert]].cpu(), cache.host[expert])
+def step(hybrid: HybridExperts, ids: torch.Tensor, generator: torch.Generator) -> tuple[list[int], list[int]]:
+    """Addresses and sources of the pairs of one step."""
+    x = torch.randn(len(ids), SPEC.hidden, generator=generator).bfloat16().to(DEVICE)
+    hybrid.submit(x, ids.to(DEVICE), torch.ones(ids.shape, device=DEVICE))
+    addresses, sources = hybrid._pending[-1].addresses, hybrid._pending[-1].sources
+    none = torch.zeros_like(addresses)
+    found = addresses.flatten().tolist(), (none if sources is None else sources).flatten().tolist()
+    hybrid.collect()
+    hybrid.shared.join()
+    return found
+
+
+WHOLE = CpuExperts(SPEC, parse_format("int8")).whole_bytes  # without the padding to a page
+
+
+def check_slots(cache: ExpertCache) -> dict[int, int]:
+    """Every slot has one expert, whose bytes it holds, or is free; the experts here and their slots."""
+    slot_of = cache.slot_of.tolist()
+    here = {expert: slot for expert, slot in enumerate(slot_of) if slot >= 0}
+    free = [slot for slot in cache.free.tolist() if slot >= 0]
+    assert sorted([*here.values(), *free]) == list(range(cache.slots))
+    assert len(free) == cache.reserve
+    for expert, slot in here.items():
+        assert torch.equal(cache.memory[slot, :WHOLE].cpu(), cache.host[expert, :WHOLE])
     return here
 
 
-@pytest.mark.parametrize("slots", [1, 3, EXPERTS])
+class Policy:
+    """What ``choose`` is told to keep in mind, one expert at a time."""
+
+    def __init__(self) -> None:
+        self.age, self.often = [1 << 20] * EXPERTS, [0.0] * EXPERTS
+        self.seen = [16.0] * 64
+        self.used = [16.0 * 2.0 ** (cell % 8 - 8) for cell in range(64)]
+
+    def cell(self, expert: int) -> int:
+        rate = self.often[expert] * (1 - 2 ** (-1 / HALF_LIFE))
+        old = min(7, int(math.log2(self.age[expert])))
+        return 8 * old + (max(0, min(7, math.floor(math.log2(rate)) + 8)) if rate else 0)
+
+    def step(self, used: set[int]) -> list[float]:
+        """What each expert is worth after it."""
+        cells = [self.cell(expert) for expert in range(EXPERTS)]
+        fade, decay = 2 ** (-1 / MEMORY), 2 ** (-1 / HALF_LIFE)
+        for cell in range(64):
+            self.seen[cell] = self.seen[cell] * fade + cells.count(cell)
+            self.used[cell] = self.used[cell] * fade + sum(cells[expert] == cell for expert in used)
+        for expert in range(EXPERTS):
+            self.age[expert] = 1 if expert in used else min(self.age[expert] + 1, 1 << 20)
+            self.often[expert] = self.often[expert] * decay + (expert in used)
+        cells = [self.cell(expert) for expert in range(EXPERTS)]
+        return [self.used[cell] / self.seen[cell] for cell in cells]
+
+
+@pytest.mark.parametrize("slots", [3, 9, EXPERTS])
 def test_follows_the_policy(slots: int, generator: torch.Generator) -> None:
-    cache = ExpertCache(host_memory(generator), slots, DEVICE)
-    scores = [0.0] * EXPERTS
-    hits = host_reads = cpu = 0
-    for step in range(12):
-        ids = torch.randint(-1, EXPERTS + 1, (1 + step % 3, 2), generator=generator)
-        share = (0.0, 0.5, 1.0)[step % 3]
+    hybrid = make(slots, generator)
+    cache, policy = hybrid.cache, Policy()
+    gpu = pcie = cpu = stayed = moved = 0
+    for number in range(6):
+        ids = torch.randint(-1, EXPERTS + 1, (1 + number % 3, 2), generator=generator)
+        share = (0.0, 0.5, 1.0)[number % 3]
+        hybrid.shared.set_share(share)
         before = check_slots(cache)
-        addresses, cpu_ids = (part.flatten().tolist() for part in cache.look_up(ids.to(DEVICE), share))
-        used = sorted({expert for expert in ids.flatten().tolist() if 0 <= expert < EXPERTS})
-        missing = [expert for expert in used if expert not in before]
+        free = cache.free.tolist()[0]
+        flat = ids.flatten().tolist()
+        used = sorted({expert for expert in flat if 0 <= expert < EXPERTS})
+        missing = sorted((e for e in used if e not in before), key=lambda e: (flat.count(e) > 1, e))
         taken = missing[: math.floor(len(missing) * share + 0.5)]
-        for expert, address, cpu_id in zip(ids.flatten().tolist(), addresses, cpu_ids, strict=True):
-            if expert in before:
-                slot = cache._slot_of.tolist()[expert]
-                assert (address, cpu_id) == (cache.memory.data_ptr() + slot * STRIDE, -1)
-            elif expert in taken:
-                assert (address, cpu_id) == (cache.host.data_ptr() + expert * STRIDE, -1)
+        stays = taken[: cache.reserve]
+        addresses, sources = step(hybrid, ids, generator)
+        for expert, address, source in zip(flat, addresses, sources, strict=True):
+            slot, where = before.get(expert, free), cache.host_at + expert * cache.stride
+            in_slot = cache.cache_at + slot * cache.stride
+            if expert in stays:
+                assert (address, source) == (in_slot, where)
             else:
-                assert (address, cpu_id) == (0, expert if expert in used else -1)
-        hits, host_reads = hits + len(used) - len(missing), host_reads + len(taken)
-        cpu += len(missing) - len(taken)
-        assert cache.counts() == (hits, host_reads, cpu)
-        scores = [s * 2 ** (-1 / HALF_LIFE) + (e in used) for e, s in enumerate(scores)]
-        assert cache._scores.tolist() == pytest.approx(scores, rel=1e-5)
+                assert source == 0
+                assert address == (in_slot if expert in before else where if expert in taken else 0)
+        gpu, pcie = gpu + len(used) - len(missing), pcie + len(taken)
+        cpu, stayed = cpu + len(missing) - len(taken), stayed + len(stays)
 
-        cache.move()
-        after = check_slots(cache)
-        absent = [e for e in range(EXPERTS) if e not in before]
-        best = max(absent, key=lambda e: scores[e], default=None)
-        if best is None or scores[best] == 0:
-            assert after == before
-        elif len(before) < slots:
-            assert sorted(after) == sorted([*before, best])
-        else:
-            worst = min(scores[e] for e in before)
-            came = set(after) - set(before)
-            assert came == ({best} if scores[best] > worst * MARGIN else set()) or _close(
-                scores, absent, best
+        worth = policy.step(set(used))
+        held = set(before) | set(stays)
+        came = set()
+        for _ in range(min(2, slots)):
+            absent = [expert for expert in range(EXPERTS) if expert not in held]
+            best, worst = (
+                max(absent, key=lambda e: (worth[e], -e), default=None),
+                min(held, key=lambda e: worth[e]),
             )
-
-
-def _close(scores: list[float], absent: list[int], best: int) -> bool:
-    """Whether float32 may see another best one."""
-    return any(e != best and abs(scores[e] - scores[best]) < 1e-5 for e in absent)
+            if best is None or worth[best] <= worth[worst] + GAIN:
+                break
+            held = (held - {worst}) | {best}
+            came.add(best)
+        for _ in stays:
+            held.remove(min(held, key=lambda e: worth[e]))
+        after = check_slots(cache)
+        assert cache._age.tolist() == policy.age
+        assert cache._often.tolist() == pytest.approx(policy.often, rel=1e-5)
+        assert cache._seen.tolist() == pytest.approx(policy.seen, rel=1e-5)
+        assert cache._used.tolist() == pytest.approx(policy.used, rel=1e-5)
+        # Of experts of one class any may go.
+        assert sorted(worth[e] for e in after) == pytest.approx(sorted(worth[e] for e in held), rel=1e-5)
+        moved += len(came)
+        counts = hybrid.counts()
+        assert (counts.gpu, counts.pcie, counts.cpu, counts.stayed) == (gpu, pcie, cpu, stayed)
+        assert counts.moved == moved
 
 
 def test_seeded_by_counts(generator: torch.Generator) -> None:
-    cache = ExpertCache(host_memory(generator), 3, DEVICE)
-    counts = [0.0, 5, 1, 0, 9, 2, 0, 0, 7, 0, 0]
-    cache.seed(counts)
-    assert check_slots(cache) == [1, 4, 8]
-    cache.move()
-    assert check_slots(cache) == [1, 4, 8]
-    with pytest.raises(ValueError, match=r"\[3\] counts for 11 experts"):
-        cache.seed([1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match="12 slots for 11 experts"):
-        ExpertCache(host_memory(generator), 12, DEVICE)
+    hybrid = make(3, generator)
+    hybrid.seed([0.0, 5, 1, 0, 9, 2, 0, 0, 7, 0, 0, 0])
+    assert sorted(check_slots(hybrid.cache)) == [1, 4, 8]
+    with pytest.raises(ValueError, match=r"\[3\] counts for 12 experts"):
+        hybrid.seed([1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match="13 slots for 12 experts"):
+        ExpertCache(hybrid.cache.host, 13, DEVICE)
+
+
+def test_the_most_used_stay_and_the_budget_holds(generator: torch.Generator) -> None:
+    """Two experts that every step uses come in; with no budget nothing moves."""
+    hybrid = make(3, generator, moves=1)
+    hybrid.cache.set_most(0)
+    ids = torch.tensor([[10, 11]])
+    for _ in range(3):
+        step(hybrid, ids, generator)
+    assert sorted(check_slots(hybrid.cache)) == [0, 1, 2]
+    hybrid.cache.set_most(1)
+    for number in range(2):
+        step(hybrid, ids, generator)
+        assert hybrid.counts().moved == number + 1
+    assert {10, 11} < set(check_slots(hybrid.cache))
+    with pytest.raises(ValueError, match="2 moves a step, at most 1"):
+        hybrid.cache.set_most(2)
+
+
+def test_a_prompt_counts_as_steps(generator: torch.Generator) -> None:
+    cache = make(3, generator).cache
+    uses = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
+    uses[5] = 1000
+    cache.observe(uses, 1000)
+    decay = 2 ** (-1 / HALF_LIFE)
+    assert cache._often.tolist()[5] == pytest.approx((1 - decay**128) / (1 - decay), rel=1e-5)
+    assert cache._often.tolist()[4] == 0

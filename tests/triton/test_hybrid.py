@@ -1,4 +1,4 @@
-"""Hybrid experts against the CPU's own."""
+"""Steps over all tiers against the CPU's own, whatever sits where."""
 
 from __future__ import annotations
 
@@ -7,28 +7,164 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from hetero.core import ExpertSpec
+from hetero.core import Activation, ActKind, ExpertSpec, InputError
 from hetero.cpu import CpuExperts
 from hetero.formats import parse_format
 from hetero.ops.gpu.hybrid import DirectPort, HybridExperts
-from hetero.ops.gpu.hybrid_shared import HybridShared
-from hetero.ops.gpu.pinned import PinnedArena
+from hetero.ops.gpu.hybrid_shared import LONGEST, HybridShared
+from hetero.ops.gpu.pinned import PinnedArena, pin_all
 from tests.cpu.reference import fill, random_weights
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-SPEC = ExpertSpec(8, 64, 32, 3)
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = [pytest.mark.gpu] if CUDA else []
+SPEC = ExpertSpec(12, 32, 16, 2)
+ODD = ExpertSpec(9, 40, 24, 2)
+BIAS = ExpertSpec(9, 64, 16, 2, Activation(ActKind.SILU, alpha=1.702, up_offset=1.0), has_bias=True)
+ROWS = 4
 
 
-def test_steps_equal_the_cpu(generator: torch.Generator) -> None:
-    experts = fill(CpuExperts(SPEC, parse_format("int4")), random_weights(SPEC, generator))
-    port = DirectPort([experts], 4, DEVICE)
-    hybrid = HybridExperts(experts, 0, port, HybridShared(DEVICE), arena=PinnedArena(experts, DEVICE))
-    for rows in (1, 4):
-        x = torch.randn(rows, SPEC.hidden, generator=generator).bfloat16()
-        ids = torch.rand(rows, SPEC.num_experts, generator=generator).topk(SPEC.top_k).indices
-        weights = torch.rand(rows, SPEC.top_k, generator=generator)
-        wanted = experts.forward(x, ids, weights)
+def make(spec: ExpertSpec, fmt: str, slots: int, share: float, generator: torch.Generator) -> HybridExperts:
+    experts = fill(CpuExperts(spec, parse_format(fmt)), random_weights(spec, generator))
+    shared = HybridShared(DEVICE, share=share)
+    port = DirectPort([experts], ROWS, DEVICE)
+    return HybridExperts(experts, 0, port, shared, slots=slots, arena=PinnedArena(experts, DEVICE))
+
+
+def inputs(
+    spec: ExpertSpec, rows: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(rows, spec.hidden, generator=generator).bfloat16()
+    ids = torch.rand(rows, spec.num_experts, generator=generator).topk(spec.top_k).indices
+    ids[-1, 0] = -1 if rows % 2 else spec.num_experts
+    return x, ids, torch.rand(rows, spec.top_k, generator=generator)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double().cpu() - b.double()).norm() / b.double().norm())
+
+
+def check_steps(hybrid: HybridExperts, steps: int, generator: torch.Generator) -> None:
+    spec = hybrid.experts.spec
+    for number in range(steps):
+        x, ids, weights = inputs(spec, (3, 1, ROWS)[number % 3], generator)
+        wanted = hybrid.experts.forward(x, ids, weights)
         hybrid.submit(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
-        got = hybrid.collect().cpu()
-        assert float((got - wanted).norm() / wanted.norm()) < 1e-5
+        assert relative(hybrid.collect(), wanted) < 1e-5, number
+
+
+@pytest.mark.parametrize(
+    ("slots", "share"), [(0, 0.0), (0, 1.0), (3, 0.0), (3, 1.0), (9, 0.5), (9, 1.0), (12, 0.5)]
+)
+def test_steps_equal_the_cpu(slots: int, share: float, generator: torch.Generator) -> None:
+    """Experts come and go between the steps. On a GPU many of them."""
+    hybrid = make(SPEC, "int4", slots, share, generator)
+    steps = 300 if CUDA else 2
+    check_steps(hybrid, steps, generator)
+    counts = hybrid.counts()
+    assert counts.gpu + counts.pcie + counts.cpu > steps
+    if slots in (0, 9):  # with three, chance decides
+        assert (counts.gpu == 0) == (slots == 0)
+    if slots == SPEC.num_experts:
+        assert counts.hit_rate == 1.0
+    elif share in (0.0, 1.0):
+        assert (counts.cpu if share else counts.pcie) == 0
+
+
+@pytest.mark.parametrize(("spec", "fmt"), [(ODD, "int8"), (ODD, "bf16"), (BIAS, "int4 g64")])
+def test_other_shapes_and_formats(spec: ExpertSpec, fmt: str, generator: torch.Generator) -> None:
+    hybrid = make(spec, fmt, 8, 0.6, generator)
+    check_steps(hybrid, 100 if CUDA else 2, generator)
+    assert spec.has_bias == (hybrid.counts().stayed == 0)
+
+
+@pytest.mark.skipif(not CUDA, reason="a thousand steps of the interpreter are too slow")
+def test_a_thousand_steps_of_migrations(generator: torch.Generator) -> None:
+    """Any experts change places between steps, besides what the policy moves."""
+    hybrid = make(ExpertSpec(64, 512, 256, 6), "int4", 20, 0.4, generator)
+    for number in range(1000):
+        if number % 5 == 0:
+            hybrid.seed(torch.rand(64, generator=generator).tolist())
+        check_steps(hybrid, 1, generator)
+    assert hybrid.counts().stayed > 0
+
+
+def test_the_cpu_alone(generator: torch.Generator) -> None:
+    """A format that no kernel of the GPU reads, and no memory for it to read."""
+    experts = fill(CpuExperts(SPEC, parse_format("f32")), random_weights(SPEC, generator))
+    shared = HybridShared(DEVICE, share=1.0)
+    hybrid = HybridExperts(experts, 0, DirectPort([experts], ROWS, DEVICE), shared)
+    check_steps(hybrid, 2, generator)
+    assert hybrid.counts().cpu > 0
+    assert hybrid.nbytes == 0
+
+
+def test_two_steps_in_flight_and_something_extra(generator: torch.Generator) -> None:
+    """Micro-batches: collected in the order of their submits. The payload here is one, so the first is read
+    before the second is computed."""
+    hybrid = make(SPEC, "int4", SPEC.num_experts, 1.0, generator)
+    steps = [inputs(SPEC, rows, generator) for rows in (2, 3)]
+    for x, ids, weights in steps:
+        hybrid.submit(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+    for x, ids, weights in steps:
+        extra = torch.randn(x.shape, generator=generator).bfloat16()
+        wanted = hybrid.experts.forward(x, ids, weights) + extra.float()
+        assert relative(hybrid.collect(extra.to(DEVICE)), wanted) < 1e-5
+    with pytest.raises(RuntimeError, match="collect of layer 0, which was not submitted"):
+        hybrid.collect()
+
+
+def test_the_split_ends_both_sides_together() -> None:
+    shared = HybridShared("cpu", share=0.4)
+    assert shared.shares()[:6].tolist() == [0, 0, 1, 1, 2, 2]
+    shared.balance(cpu=2.0, pcie=1.0)
+    assert shared.shares()[:7].tolist() == [0, 0, 0, 1, 1, 1, 2]
+    cpu, pcie, lead = 29e3, 17e3, 12e-6
+    shared.balance(cpu, pcie, lead)
+    table = shared.shares().tolist()
+    for misses in (1, 2, 3, 8, 80, LONGEST):
+        ends = [max(lead + (misses - t) / cpu, t / pcie) for t in range(misses + 1)]
+        assert ends[table[misses]] == min(ends)
+    for wrong in ([1], [-1] * (LONGEST + 1)):
+        with pytest.raises(ValueError, match="a split needs 1025 counts"):
+            shared.set_split(wrong)
+    with pytest.raises(ValueError, match=r"share of 1\.5"):
+        shared.set_share(1.5)
+    with pytest.raises(ValueError, match="rates of 0"):
+        shared.balance(0, 1)
+
+
+def test_refusals(generator: torch.Generator) -> None:
+    hybrid = make(SPEC, "int4", 3, 0.0, generator)
+    x, ids, weights = (part.to(DEVICE) for part in inputs(SPEC, 2, generator))
+    with pytest.raises(
+        ValueError, match=r"a step of torch.float32 \[2, 32\] for a payload of torch.bfloat16"
+    ):
+        hybrid.submit(x.float(), ids, weights)
+    with pytest.raises(ValueError, match=r"a step of torch.bfloat16 \[2, 31\]"):
+        hybrid.submit(x[:, 1:], ids, weights)
+    experts = CpuExperts(SPEC, parse_format("mxfp4"))
+    port, shared = DirectPort([experts], ROWS, DEVICE), HybridShared(DEVICE)
+    with pytest.raises(InputError, match="format mxfp4 is not read there; valid: bf16, int8, int4"):
+        HybridExperts(experts, 0, port, shared, arena=PinnedArena(experts, DEVICE))
+    with pytest.raises(ValueError, match="slots without memory"):
+        HybridExperts(experts, 0, port, shared, slots=1)
+    mixed = CpuExperts(SPEC, parse_format("int4"), parse_format("int8"))
+    with pytest.raises(InputError, match="down is in int8 g32, gate and up in int4 g32"):
+        HybridExperts(mixed, 0, port, shared, arena=PinnedArena(mixed, DEVICE))
+
+
+def test_arenas_show_the_experts(generator: torch.Generator) -> None:
+    layers = [fill(CpuExperts(SPEC, parse_format("int8")), random_weights(SPEC, generator)) for _ in range(2)]
+    arenas = pin_all(layers, DEVICE)
+    for experts, arena in zip(layers, arenas, strict=True):
+        assert arena.view.shape[0] == SPEC.num_experts
+        whole = torch.empty(experts.whole_bytes, dtype=torch.uint8)
+        experts.save(7, whole.numpy().data)
+        assert torch.equal(arena.view[7, : len(whole)], whole)
+        if CUDA:
+            assert arena.view.is_pinned()
+        arena.close()
+        arena.close()
+        if CUDA:
+            assert not arena.view.is_pinned()

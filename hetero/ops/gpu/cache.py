@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -11,77 +12,127 @@ from torch import Tensor
 from hetero.ops.gpu import cache_kernels
 
 HALF_LIFE = 64.0
-"""Steps after which a use counts half."""
+"""Steps after which a use counts half in an expert's frequency."""
 
-MARGIN = 1.5
-"""How much better an expert must be than the one whose slot it takes."""
+MEMORY = 256.0
+"""Steps after which what was seen of a class of experts counts half."""
 
-_WORDS = 4096
+GAIN = 0.03
+"""By how much the chance of a use must be higher for an expert to take another one's slot."""
+
+MOVES, RESERVE = 2, 1
+"""Experts that a step may bring beside its own work; slots kept free for those that it reads over PCIe."""
+
+_PRIOR = 16.0  # experts that count as seen in each class before anything was
+_OLD = 1 << 20
+_WORDS, _FETCHERS = 4096, 12
 
 
 class ExpertCache:
-    """``slots`` of the experts in ``host``, uint8 [experts, stride], which on a GPU must be pinned.
+    """``slots`` of the experts in ``host``, uint8 [experts, stride], which on a GPU must be pinned where
+    experts are to come after ``seed``. ``moves``: most of a step.
 
-    Nothing here waits for the device, and all state is on it, so that every method but ``seed`` and
-    ``counts`` can be captured in a graph.
+    Begins with the first experts. Nothing here waits for the device, and all state is on it, so that ``move``
+    can be captured in a graph; ``seed``, ``observe`` and ``counts`` are for outside.
     """
 
-    def __init__(self, host: Tensor, slots: int, device: str | torch.device) -> None:
+    def __init__(
+        self, host: Tensor, slots: int, device: str | torch.device, *, moves: int = MOVES, top_k: int = 1
+    ) -> None:
         experts, stride = host.shape
-        if not 1 <= slots <= experts:
+        if not 0 <= slots <= experts:
             raise ValueError(f"{slots} slots for {experts} experts")
         self.host, self.slots, self.device = host, slots, torch.device(device)
-        self.memory = torch.empty(slots, stride, dtype=torch.uint8, device=device)
-        self._slot_of, self._expert_in, self._move = (
-            torch.full((count,), -1, dtype=torch.int32, device=device) for count in (experts, slots, 2)
-        )
-        self._scores = torch.zeros(experts, dtype=torch.float32, device=device)
-        self._place = torch.zeros(experts, dtype=torch.int64, device=device)
-        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
-        self._decay = 2.0 ** (-1.0 / HALF_LIFE)
-        sizes = {"EXPERTS": experts, "WIDTH": triton.next_power_of_2(experts)}
-        self._sizes = sizes
-        self._room = sizes | {"SLOTS": slots, "ROOM": triton.next_power_of_2(slots)}
+        self.experts, self.stride, self.top_k = experts, stride, top_k
+        # With a handful of slots each one counts; with all experts here nothing is ever read.
+        self.reserve = RESERVE if 8 <= slots < experts else 0
+        self.moves = min(moves, slots)
+        # Never empty: kernels take it as a pointer that they know the type of.
+        self.memory = torch.empty(max(slots, 1), stride, dtype=torch.uint8, device=device)
+
+        def state(count: int, fill: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full((count,), fill, dtype=dtype, device=device)
+
+        self.slot_of = state(experts, -1)
+        self.free, self.incoming = state(max(self.reserve, 1), -1), state(max(self.reserve, 1), -1)
+        self._moves = state(2 * max(self.moves, 1), -1)
+        self._most = state(1, self.moves)
+        self._age, self._often = state(experts, _OLD), state(experts, 0, torch.float32)
+        cells = cache_kernels.CELLS.value
+        rates = 2.0 ** (torch.arange(cells) % cache_kernels.OFTEN.value - 8.0)
+        self._seen = torch.full((cells,), _PRIOR, device=device)
+        self._used = (rates * _PRIOR).to(device)
+        self.totals = state(5, 0, torch.int64)
+        self._decay, self._fade = 2.0 ** (-1.0 / HALF_LIFE), 2.0 ** (-1.0 / MEMORY)
+        self.sizes: dict[str, Any] = {
+            "EXPERTS": experts,
+            "WIDTH": triton.next_power_of_2(experts),
+            "RESERVE": self.reserve,
+        }
+        self._fill(torch.arange(experts))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots."""
+        return self.slots * self.stride
+
+    @property
+    def cache_at(self) -> int:
+        """Address of slot 0."""
+        return self.memory.data_ptr()
+
+    @property
+    def host_at(self) -> int:
+        """Address of expert 0 in host memory, which the device shares (``PinnedArena`` checks it)."""
+        return self.host.data_ptr()
 
     def seed(self, counts: Sequence[float]) -> None:
-        """Fill the slots with the experts of the highest ``counts`` [experts], which become their scores as
-        of an expert that was used for long."""
-        weights = torch.as_tensor(counts, dtype=torch.float32)
-        if weights.shape != (self.host.shape[0],):
-            raise ValueError(f"{list(weights.shape)} counts for {self.host.shape[0]} experts")
-        steady = 1.0 / (1.0 - self._decay)
-        self._scores.copy_(weights / weights.max().clamp(min=1e-30) * steady)
-        order = weights.argsort(descending=True, stable=True)[: self.slots]
-        self.memory.copy_(self.host[order.to(self.host.device)])
-        self._expert_in.copy_(order)
-        self._slot_of.fill_(-1)
-        self._slot_of[order.to(self.device)] = torch.arange(self.slots, dtype=torch.int32, device=self.device)
+        """Fill the slots with the experts of the highest ``counts`` [experts], which also become their
+        frequencies."""
+        weights = torch.as_tensor(counts, dtype=torch.float64)
+        if weights.shape != (self.experts,):
+            raise ValueError(f"{list(weights.shape)} counts for {self.experts} experts")
+        rates = (weights / weights.sum().clamp(min=1e-30) * self.top_k).clamp(max=1.0)
+        self._often.copy_((rates / (1.0 - self._decay)).float())
+        self._age.fill_(_OLD)
+        self._fill(weights.argsort(descending=True, stable=True))
 
-    def look_up(self, ids: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """(addresses, ids for the CPU), both int64 like ``ids`` [T, k]; see ``cache_kernels.look_up``.
-        ``share`` of the experts that are not in GPU memory are read from host memory by the GPU."""
-        ids = ids.long().contiguous()
-        addresses, cpu_ids = torch.empty_like(ids), torch.empty_like(ids)
-        cache_kernels.look_up[(1,)](
-            ids, self._slot_of, self._scores, self._place, addresses, cpu_ids, self._counts,
-            self.memory.data_ptr(), self.host.data_ptr(), self.host.shape[1], ids.numel(), self._decay, share,
-            PAIRS=triton.next_power_of_2(ids.numel()), **self._sizes,
-        )  # fmt: skip
-        return addresses, cpu_ids
+    def _fill(self, order: Tensor) -> None:
+        """Slots take the first experts of ``order``, but for the reserve."""
+        held = self.slots - self.reserve
+        chosen = order[:held]
+        for slot, expert in enumerate(chosen.tolist()):
+            self.memory[slot].copy_(self.host[expert])
+        self.slot_of.fill_(-1)
+        self.slot_of[chosen.to(self.device)] = torch.arange(held, dtype=torch.int32, device=self.device)
+        self.incoming.fill_(-1)
+        if self.reserve:
+            self.free.copy_(torch.arange(held, self.slots, dtype=torch.int32))
 
-    def move(self, margin: float = MARGIN) -> None:
-        """Bring in the best expert that is not here, if it is worth a slot. The bytes of one expert at
-        most."""
+    def observe(self, uses: Tensor, steps: int) -> None:
+        """Count ``uses`` [experts] of that many tokens, on the device, as if decode had made them: a prompt
+        tells what its answer will use."""
+        recent = min(steps, int(2 * HALF_LIFE))
+        kept = self._decay**recent
+        steady = uses.to(torch.float32) / steps * ((1.0 - kept) / (1.0 - self._decay))
+        self._often.mul_(kept).add_(steady)
+
+    def set_most(self, moves: int) -> None:
+        """Moves of a step from now on, up to those that the cache was made with; captured graphs follow."""
+        if not 0 <= moves <= self.moves:
+            raise ValueError(f"{moves} moves a step, at most {self.moves}")
+        self._most.fill_(moves)
+
+    def move(self, ids: Tensor) -> None:
+        """After a step that used ``ids`` int64 [T, k]: bring in the experts that are worth a slot."""
+        if not self.slots:
+            return
         cache_kernels.choose[(1,)](
-            self._slot_of, self._expert_in, self._scores, self._move, margin, **self._room
+            ids, self.slot_of, self.free, self.incoming, self._age, self._often, self._seen, self._used,
+            self._moves, self._most, self.totals, ids.numel(), self._decay, self._fade, GAIN,
+            **self.sizes, MOVES=self.moves, num_warps=8,
+        )  # fmt: skip
+        programs = 1 if self.device.type == "cpu" else _FETCHERS
+        cache_kernels.fetch[(programs, self.moves)](
+            self._moves, self.memory, self.cache_at, self.host_at, self.stride, WORDS=_WORDS
         )
-        words = self.host.shape[1] // 4
-        cache_kernels.fetch[(-(-words // _WORDS),)](
-            self._move, self.host.view(torch.int32), self.memory.view(torch.int32), words, WORDS=_WORDS
-        )
-        cache_kernels.publish[(1,)](self._move, self._slot_of)
-
-    def counts(self) -> tuple[int, int, int]:
-        """Experts found in GPU memory, read from host memory, left to the CPU, since the start; waits."""
-        here, host, cpu = self._counts.tolist()
-        return int(here), int(host), int(cpu)

@@ -1,12 +1,19 @@
 """Triton kernels of the expert cache: which experts sit in GPU memory, looked up and changed without the
 host.
 
-Per layer: ``slot_of`` int32 [EXPERTS] (-1: not here), ``expert_in`` int32 [SLOTS] (-1: free), ``scores``
-float32 [EXPERTS], which fade by ``decay`` a step, as in ``hetero.store.policy``. A slot's expert changes by
-``choose``, ``fetch`` and ``publish``, in this order on one stream, which may be another one than that of
-``look_up``: ``choose`` takes the old expert out of ``slot_of`` before its bytes go, and the new one is in it
-only when its bytes are there. ``choose`` must come after the layer's experts of the same step, and the next
-``look_up`` after ``choose``; ``fetch`` and ``publish`` may run beside everything.
+State of a layer, all on the device:
+
+- ``slot_of`` int32 [EXPERTS]: the slot of each expert, -1 where it is not here;
+- ``free`` int32 [RESERVE]: slots kept free for experts that the GPU reads over PCIe for a step anyway, -1
+  where one was taken; ``incoming`` int32 [RESERVE]: the expert that this step reads into each, or -1;
+- ``age`` int32 [EXPERTS]: steps since an expert was used; ``often`` float32 [EXPERTS]: its uses, fading;
+- ``seen``, ``used`` float32 [CELLS]: of experts of a class of age and a class of frequency, how many there
+  were and how many of these the next step used, fading. Their quotient is what holding an expert is worth:
+  the chance that the next step uses it, whatever the routing is like. benchmarks/cache_policy.py compares
+  this with other policies.
+
+A layer's step: ``find`` before its experts, ``choose`` after them, then ``fetch``, which may run beside
+everything else but the layer's next ``find``.
 """
 
 from __future__ import annotations
@@ -14,40 +21,58 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hetero.ops.gpu.expert_kernels import _at
+
 NOTHING = tl.constexpr(-1)
+AGES = tl.constexpr(8)
+OFTEN = tl.constexpr(8)
+CELLS = tl.constexpr(64)
 
 
 @triton.jit
-def look_up(
-    ids, slot_of, scores, place, addresses, cpu_ids, counts, cache_at, host_at, stride, pairs, decay, share,
-    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+def find(
+    ids, slot_of, split, free, incoming, place, addresses, sources, cpu_ids, counts, cache_at, host_at,
+    stride, pairs, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, RESERVE: tl.constexpr,
+    STAY: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Who computes each pair; one program.
+    """Who computes each of ``ids`` int64 [pairs]; called by one program.
 
-    ``ids`` int64 [pairs]; ``addresses`` int64 [pairs]: of the expert in GPU memory (``cache_at`` + slot *
-    ``stride``) or, for a share of those that are not there, in pinned host memory (``host_at`` + expert *
-    ``stride``); 0 for the others, whose ids stand in ``cpu_ids`` int64 [pairs], -1 elsewhere. ``place`` int64
-    [EXPERTS]: scratch. Added to ``counts`` int64 [3]: experts found in GPU memory, read from host memory,
-    left to the CPU, each once a step. WIDTH and PAIRS: EXPERTS and pairs as powers of two.
+    ``addresses`` int64 [pairs]: of the expert in GPU memory (``cache_at`` + slot * ``stride``) or, for
+    ``split`` [misses] of those that are not there, in host memory (``host_at`` + expert * ``stride``); 0 for
+    the others, whose ids stand in ``cpu_ids``, -1 elsewhere. Of experts read from host memory, as many as
+    there are free slots shall stay: ``sources`` int64 [pairs] is then where the bytes come from and
+    ``addresses`` the slot that they go to; ``sources`` is 0 elsewhere. STAY: whether any shall.
+
+    ``split`` int32 [LONGEST + 1]; ``place`` int64 [2, EXPERTS]: scratch. Added to ``counts`` int64: experts
+    found in GPU memory, read from host memory, left to the CPU, each once. WIDTH and PAIRS: EXPERTS and
+    pairs as powers of two.
     """
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
-    used = expert < 0
-    for pair in range(pairs):
-        used = used | (expert == tl.load(ids + pair))
-    used = used & known
-    score = tl.load(scores + expert, known, 0.0) * decay + tl.where(used, 1.0, 0.0)
-    tl.store(scores + expert, score, known)
-
     slot = tl.load(slot_of + expert, known, NOTHING).to(tl.int64)
-    here = used & (slot >= 0)
-    missing = used & (slot < 0)
+    uses = tl.zeros((WIDTH,), tl.int32)
+    for pair in range(pairs):
+        uses += (expert == tl.load(ids + pair)).to(tl.int32)
+    here = known & (uses > 0) & (slot >= 0)
+    missing = known & (uses > 0) & (slot < 0)
     misses = tl.sum(missing.to(tl.int32))
-    taken = (misses.to(tl.float32) * share + 0.5).to(tl.int32)
-    rank = tl.cumsum(missing.to(tl.int32), 0)
+    taken = tl.minimum(tl.load(split + tl.minimum(misses, LONGEST)), misses)
+    # Read in place, an expert crosses once for each of its pairs: those of one pair first.
+    single = (missing & (uses == 1)).to(tl.int32)
+    several = (missing & (uses > 1)).to(tl.int32)
+    rank = tl.where(single > 0, tl.cumsum(single, 0), tl.sum(single) + tl.cumsum(several, 0))
     from_host = missing & (rank <= taken)
-    address = tl.where(here, cache_at + slot * stride, tl.where(from_host, host_at + expert * stride, 0))
+    at_host = tl.where(from_host, host_at + expert * stride, 0)
+    address = tl.where(here, cache_at + slot * stride, at_host)
+    source = tl.zeros((WIDTH,), tl.int64)
+    for one in tl.static_range(RESERVE):
+        room = tl.load(free + one).to(tl.int64)
+        stays = from_host & (rank == one + 1) & (room >= 0) & STAY
+        source = tl.where(stays, at_host, source)
+        address = tl.where(stays, cache_at + room * stride, address)
+        tl.store(incoming + one, tl.max(tl.where(stays, expert, NOTHING)))
     tl.store(place + expert, address, known)
+    tl.store(place + EXPERTS + expert, source, known)
     tl.store(counts, tl.load(counts) + tl.sum(here.to(tl.int64)))
     tl.store(counts + 1, tl.load(counts + 1) + taken)
     tl.store(counts + 2, tl.load(counts + 2) + misses - taken)
@@ -55,62 +80,106 @@ def look_up(
     tl.debug_barrier()
     at = tl.arange(0, PAIRS)
     live = at < pairs
-    one = tl.load(ids + at, live, 0)
-    valid = live & (one >= 0) & (one < EXPERTS)
-    found = tl.load(place + one, valid, 0)
+    mine = tl.load(ids + at, live, 0)
+    valid = live & (mine >= 0) & (mine < EXPERTS)
+    found = tl.load(place + mine, valid, 0)
     tl.store(addresses + at, found, live)
-    tl.store(cpu_ids + at, tl.where(valid & (found == 0), one, NOTHING), live)
+    tl.store(sources + at, tl.load(place + EXPERTS + mine, valid, 0), live)
+    tl.store(cpu_ids + at, tl.where(valid & (found == 0), mine, NOTHING), live)
+
+
+@triton.jit
+def _cell(age, often, rate):
+    """The class of an expert: AGES by doublings of its age, OFTEN by doublings of its uses a step."""
+    old = tl.zeros(age.shape, tl.int32)
+    much = tl.zeros(age.shape, tl.int32)
+    for step in tl.static_range(1, 8):
+        old += (age >= (1 << step)).to(tl.int32)
+        much += (often * rate >= 2.0 ** (step - 8)).to(tl.int32)
+    return old * OFTEN + much
 
 
 @triton.jit
 def choose(
-    slot_of, expert_in, scores, move, margin,
-    EXPERTS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr,
+    ids, slot_of, free, incoming, age, often, seen, used, moves, most, counts, pairs, decay, fade, gain,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, RESERVE: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
-    """``move`` int32 [2]: an expert that should come and the slot for it, or -1; one program.
+    """After a step that used ``ids`` int64 [pairs]: learn from it, take in what it has read into free slots,
+    and tell ``fetch`` what else should come; one program.
 
-    The best expert that is not here takes a free slot, or that of the worst one if its score is ``margin``
-    times as high, so that two experts that are used as often do not take turns. ROOM: SLOTS as a power of
-    two.
+    ``moves`` int32 [MOVES, 2]: an expert and the slot for it, or -1; at most ``most`` int32 [1] of them. An
+    expert comes where it is worth ``gain`` more than the least worthy one that is here, so that experts which
+    are used alike do not take turns. Added to ``counts`` + 3 and + 4 int64: experts that stayed, and that
+    were moved.
     """
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
-    score = tl.load(scores + expert, known, 0.0)
-    absent = known & (tl.load(slot_of + expert, known, 0) < 0)
-    best = tl.argmax(tl.where(absent, score, -1.0), 0)
-    gain = tl.max(tl.where(absent, score, -1.0), 0)
-    slot = tl.arange(0, ROOM)
-    inside = slot < SLOTS
-    holder = tl.load(expert_in + slot, inside, 0)
-    held = tl.load(scores + tl.maximum(holder, 0), inside & (holder >= 0), 0.0)
-    # A free slot is worse than any expert.
-    held = tl.where(inside, tl.where(holder < 0, -1.0, held), float("inf"))
-    worst = tl.argmin(held, 0)
-    loss = tl.min(held, 0)
-    goes = (gain > 0.0) & (gain > loss * margin)
-    old = tl.load(expert_in + worst)
-    if goes:
-        if old >= 0:
-            tl.store(slot_of + old, NOTHING)
-        tl.store(expert_in + worst, best)
-    tl.store(move, tl.where(goes, best, NOTHING))
-    tl.store(move + 1, worst)
+    old = tl.load(age + expert, known, 0)
+    uses = tl.load(often + expert, known, 0.0)
+    now = expert < 0
+    for pair in range(pairs):
+        now = now | (expert == tl.load(ids + pair))
+    now = now & known
+    cell = tl.arange(0, CELLS)
+    was = (_cell(old, uses, 1.0 - decay)[:, None] == cell[None, :]) & known[:, None]
+    tl.store(seen + cell, tl.load(seen + cell) * fade + tl.sum(was.to(tl.float32), 0))
+    hit = was & now[:, None]
+    tl.store(used + cell, tl.load(used + cell) * fade + tl.sum(hit.to(tl.float32), 0))
+    old = tl.where(now, 1, tl.minimum(old + 1, 1 << 20))
+    uses = uses * decay + now.to(tl.float32)
+    tl.store(age + expert, old, known)
+    tl.store(often + expert, uses, known)
+    # The sums that other threads of the program have stored.
+    tl.debug_barrier()
+    mine = _cell(old, uses, 1.0 - decay)
+    worth = tl.load(used + mine) / tl.load(seen + mine)
+
+    slot = tl.load(slot_of + expert, known, NOTHING)
+    stayed = 0
+    for one in tl.static_range(RESERVE):
+        came = tl.load(incoming + one)
+        room = tl.load(free + one)
+        slot = tl.where((came >= 0) & (expert == came), room, slot)
+        stayed += (came >= 0).to(tl.int32)
+    limit = tl.load(most)
+    moved = 0
+    for one in tl.static_range(MOVES):
+        absent = tl.where(known & (slot < 0), worth, -1.0)
+        held = tl.where(known & (slot >= 0), worth, float("inf"))
+        best, worst = tl.argmax(absent, 0), tl.argmin(held, 0)
+        goes = (one < limit) & (tl.max(absent, 0) > tl.min(held, 0) + gain)
+        room = tl.max(tl.where(expert == worst, slot, NOTHING), 0)
+        slot = tl.where(goes & (expert == worst), NOTHING, tl.where(goes & (expert == best), room, slot))
+        tl.store(moves + 2 * one, tl.where(goes, best, NOTHING))
+        tl.store(moves + 2 * one + 1, room)
+        moved += goes.to(tl.int32)
+    # What was just brought is worth more than what goes now, so its slot is not given away at once.
+    for one in tl.static_range(RESERVE):
+        came = tl.load(incoming + one)
+        held = tl.where(known & (slot >= 0), worth, float("inf"))
+        worst = tl.argmin(held, 0)
+        room = tl.max(tl.where(expert == worst, slot, NOTHING), 0)
+        if came >= 0:
+            tl.store(free + one, room)
+            tl.store(incoming + one, NOTHING)
+        slot = tl.where((came >= 0) & (expert == worst), NOTHING, slot)
+    tl.store(slot_of + expert, slot, known)
+    tl.store(counts + 3, tl.load(counts + 3) + stayed)
+    tl.store(counts + 4, tl.load(counts + 4) + moved)
 
 
 @triton.jit
-def fetch(move, host, cache, stride, WORDS: tl.constexpr):
-    """Bring the expert of ``move`` into its slot; programs of WORDS int32 each. ``stride`` in words."""
-    expert = tl.load(move).to(tl.int64)
+def fetch(moves, base, cache_at, host_at, stride, WORDS: tl.constexpr):
+    """Bring the experts of ``moves`` into their slots; programs (any number, MOVES), of few bytes in flight
+    each: what else crosses PCIe meanwhile should not wait behind a long queue. ``base``: any pointer to
+    bytes; ``stride`` in bytes."""
+    expert = tl.load(moves + 2 * tl.program_id(1)).to(tl.int64)
     if expert >= 0:
-        slot = tl.load(move + 1).to(tl.int64)
-        at = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
-        here = at < stride
-        tl.store(cache + slot * stride + at, tl.load(host + expert * stride + at, here, 0), here)
-
-
-@triton.jit
-def publish(move, slot_of):
-    """Let ``look_up`` find the expert that ``fetch`` has brought; one program."""
-    expert = tl.load(move)
-    if expert >= 0:
-        tl.store(slot_of + expert, tl.load(move + 1))
+        slot = tl.load(moves + 2 * tl.program_id(1) + 1).to(tl.int64)
+        source = _at(base, host_at + expert * stride).to(tl.pointer_type(tl.int32))
+        target = _at(base, cache_at + slot * stride).to(tl.pointer_type(tl.int32))
+        words = stride // 4
+        for first in range(tl.program_id(0) * WORDS, words, tl.num_programs(0) * WORDS):
+            at = first + tl.arange(0, WORDS)
+            here = at < words
+            tl.store(target + at, tl.load(source + at, here, 0), here)

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero.core import ActKind, ExpertSpec, InputError, MachineError
+from hetero.core import ExpertSpec, InputError, MachineError
 from hetero.cpu import CpuExperts
-from hetero.formats import BLOCK_ROWS, GPU_FORMATS, Format, block_bytes
+from hetero.formats import Format
 from hetero.hw.memory import gib
-from hetero.ops.gpu import expert_kernels, grouped_kernels
-from hetero.ops.gpu.packed import STEPS, matrix_sizes, quantised_rows
+from hetero.ops.gpu import grouped_kernels
+from hetero.ops.gpu.launch import ExpertLaunch, check_format
 
 EXACT_ROWS = 16
 """Up to so many tokens a step no token's result depends on another's; larger steps use tensor cores."""
 
-_KINDS = (ActKind.SILU, ActKind.GELU, ActKind.GELU_TANH, ActKind.RELU, ActKind.RELU2, ActKind.IDENTITY)
 _TILE, _BLOCKS, _DEPTH = 64, 4, 64  # of a large step: rows, blocks of outputs, inputs
 # Pairs of a large step are computed so many tokens at a time: their results are float32 for every pair.
 _CHUNK = 2048
@@ -33,14 +32,7 @@ class GpuExperts:
     """
 
     def __init__(self, spec: ExpertSpec, fmt: Format, device: str | torch.device) -> None:
-        if fmt.name not in GPU_FORMATS:
-            raise InputError(
-                f"experts on {device}: format {fmt} is not read there; valid: {', '.join(GPU_FORMATS)}"
-            )
-        if spec.staged:
-            raise InputError(
-                f"experts on {device}: this model's experts need steps between their projections"
-            )
+        check_format(spec, fmt, device)
         self.spec, self.format, self.device = spec, fmt, torch.device(device)
         # The CPU's packer fills one expert at a time; those whose parts have not all arrived wait here.
         self._packers: dict[int, CpuExperts] = {}
@@ -54,11 +46,7 @@ class GpuExperts:
             what = f"{spec.num_experts} experts of {spec.hidden} x {spec.intermediate} in {fmt}"
             needed = gib(spec.num_experts * self._stride)
             raise MachineError(f"{what} need {needed} on {device}, {gib(free)} is free") from None
-        self._sizes = _Sizes(spec, fmt)
-        act = spec.activation
-        self._act = (act.alpha, act.gate_max, act.up_limit, act.act_max, act.up_offset)
-        # The kernels' interpreter runs them where there is no GPU, and has neither dp4a nor bf16 products.
-        self._twin = self.device.type == "cpu"
+        self._launch = ExpertLaunch(spec, fmt, self.device)
 
     @property
     def nbytes(self) -> int:
@@ -109,35 +97,20 @@ class GpuExperts:
         the device. ids outside [0, experts) contribute zero."""
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.float().contiguous()
         if x.shape[0] <= EXACT_ROWS:
-            return self._few(x, self.addresses(ids), weights)
+            launch = self._launch
+            return launch.few(self._memory, launch.rows(x), self.addresses(ids), weights)
         chunks = [slice(at, at + _CHUNK) for at in range(0, x.shape[0], _CHUNK)]
         return torch.cat([self._many(x[rows], ids[rows], weights[rows]) for rows in chunks])
 
-    def _few(self, x: Tensor, addresses: Tensor, weights: Tensor) -> Tensor:
-        """Every pair by itself, at the speed of memory."""
-        sizes, (tokens, slots) = self._sizes, addresses.shape
-        common: dict[str, Any] = {"STEPS": STEPS, "ASM": not self._twin}
-        q, scales = quantised_rows(self.format, x, sizes.up["K"])
-        h = self._empty(tokens * slots, self.spec.intermediate)
-        expert_kernels.gate_up[(sizes.blocks_up, tokens * slots)](
-            self._memory, q, scales, addresses, h, slots, *self._act, **sizes.act, **sizes.up, **common
-        )
-        q, scales = quantised_rows(self.format, h, sizes.down["K"])
-        out = self._empty(tokens, self.spec.hidden)
-        expert_kernels.down[(sizes.blocks_down, tokens)](
-            self._memory, q, scales, addresses, weights, out, slots, **sizes.down, **common
-        )
-        return out
-
     def _many(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Pairs sorted by expert, a tile of rows at a time."""
-        spec, sizes, (tokens, slots) = self.spec, self._sizes, ids.shape
-        common: dict[str, Any] = {"TILE": _TILE, "BLOCKS": _BLOCKS, "DEPTH": _DEPTH, "TWIN": self._twin}
+        spec, sizes, (tokens, slots) = self.spec, self._launch, ids.shape
+        common: dict[str, Any] = {"TILE": _TILE, "BLOCKS": _BLOCKS, "DEPTH": _DEPTH, "TWIN": sizes.twin}
         order, tiles, experts = _tiles(ids, spec.num_experts)
         addresses = self.addresses(experts)
         h = self._empty(tokens * slots, spec.intermediate, torch.bfloat16)
         grouped_kernels.gate_up_rows[(len(tiles), -(-sizes.blocks_up // _BLOCKS))](
-            self._memory, x.bfloat16(), order, tiles, addresses, h, slots, *self._act,
+            self._memory, x.bfloat16(), order, tiles, addresses, h, slots, *sizes.limits,
             INPUTS=spec.hidden, **sizes.act, **sizes.up, **common,
         )  # fmt: skip
         # Rows of pairs that nobody computes stay zero.
@@ -150,21 +123,6 @@ class GpuExperts:
 
     def _empty(self, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=self.device)
-
-
-class _Sizes:
-    """Constants of the kernels: of gate and up, of down, and of what is between them."""
-
-    def __init__(self, spec: ExpertSpec, fmt: Format) -> None:
-        mats, hidden, wide = 2 if spec.has_gate else 1, spec.hidden, spec.intermediate
-        self.blocks_up, self.blocks_down = -(-wide // BLOCK_ROWS), -(-hidden // BLOCK_ROWS)
-        down_at = mats * self.blocks_up * block_bytes(fmt, hidden)
-        bias_at = down_at + self.blocks_down * block_bytes(fmt, wide)
-        self.act = {"KIND": _KINDS.index(spec.activation.kind), "HAS_GATE": spec.has_gate}
-        bias = {"HAS_BIAS": spec.has_bias}
-        after_up = bias_at + 4 * mats * wide
-        self.up = matrix_sizes(fmt, wide, hidden) | bias | {"BIAS_AT": bias_at}
-        self.down = matrix_sizes(fmt, hidden, wide) | bias | {"BIAS_AT": after_up, "BEGIN": down_at}
 
 
 def _tiles(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import triton
 from torch import Tensor
 
+from hetero.core import InputError
 from hetero.cpu import CpuExperts
-from hetero.ops.gpu.hybrid_shared import HybridShared
+from hetero.ops.gpu import hybrid_kernels
+from hetero.ops.gpu.cache import ExpertCache
+from hetero.ops.gpu.experts import EXACT_ROWS
+from hetero.ops.gpu.hybrid_shared import LONGEST, HybridShared
+from hetero.ops.gpu.launch import ExpertLaunch, check_format
 from hetero.ops.gpu.pinned import PinnedArena
+
+_GROUPS, _WIDTH = 8, 1024  # of a program: groups of 32 activations, results that are added
 
 
 class Port(Protocol):
@@ -64,11 +73,13 @@ class DirectPort:
 @dataclass(frozen=True, slots=True)
 class TierCounts:
     """Experts of decode steps since the start, each once a step: found in GPU memory, read from host memory
-    by the GPU, computed by the CPU; and those brought into GPU memory."""
+    by the GPU, computed by the CPU. Of those read, how many ``stayed`` in GPU memory; and how many were
+    ``moved`` there beside the steps."""
 
     gpu: int
     pcie: int
     cpu: int
+    stayed: int
     moved: int
 
     @property
@@ -78,13 +89,27 @@ class TierCounts:
         return self.gpu / total if total else None
 
 
+class _Step(NamedTuple):
+    """What ``collect`` needs of a ``submit``."""
+
+    rows: int
+    ids: Tensor
+    weights: Tensor
+    addresses: Tensor
+    sources: Tensor | None
+    quantised: tuple[Tensor, Tensor]
+
+
 class HybridExperts:
     """The experts of one MoE layer. ``layer``: its number among MoE layers, by which ``port`` knows it.
 
     ``slots`` experts have room in GPU memory. ``arena``: the CPU's memory as the GPU sees it; without one the
-    CPU computes everything and ``slots`` is 0. What layers have in common stands in ``shared``.
+    CPU computes everything and ``slots`` is 0. What layers have in common stands in ``shared``. Raises
+    InputError for experts that the GPU's kernels do not read, where there is an arena.
 
-    A decode step is ``submit``, the GPU's other work, ``collect``; both can be captured.
+    A decode step is ``submit``, the GPU's other work, ``collect``, which also starts the moves of the cache
+    on the side; all can be captured. A layer may be submitted again before its collect (micro-batches);
+    collects come in the same order.
     """
 
     def __init__(
@@ -97,31 +122,82 @@ class HybridExperts:
         slots: int = 0,
         arena: PinnedArena | None = None,
     ) -> None:
-        self.experts, self.layer, self.port, self.shared = experts, layer, port, shared
-        self.slots, self.arena = slots, arena
-        self._rows = 0
+        spec, self.device = experts.spec, shared.device
+        self.experts, self.layer, self.port, self.shared, self.arena = experts, layer, port, shared, arena
+        self.slots = slots
+        self._pending: deque[_Step] = deque()
+        self._launch: ExpertLaunch | None = None
+        if arena is not None:
+            if experts.down_format != experts.format:
+                raise InputError(
+                    f"experts on {self.device}: down is in {experts.down_format}, gate and up in "
+                    f"{experts.format}; a GPU reads experts of one format"
+                )
+            check_format(spec, experts.format, self.device)
+            self._launch = ExpertLaunch(spec, experts.format, self.device)
+        elif slots:
+            raise ValueError("slots without memory that the GPU can read")
+        host = arena.view if arena is not None else torch.empty(spec.num_experts, 0, dtype=torch.uint8)
+        self.cache = ExpertCache(host, slots, self.device, moves=shared.moves, top_k=spec.top_k)
+        self._place = torch.empty(2 * spec.num_experts, dtype=torch.int64, device=self.device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of GPU memory of this layer; what layers share counts there."""
-        return self.slots * self.experts.whole_bytes
+        return self.cache.nbytes
 
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Starts the CPU's share, and tells who computes what: x bf16 [R, hidden], ids int64 [R, k], weights
         float32 [R, k]; R at most 16. ids outside [0, experts) contribute nothing."""
-        rows = x.shape[0]
-        to = self.port.payload(self.layer)
-        to.x[:rows].copy_(x)
-        to.ids[:rows].copy_(ids)
-        to.weights[:rows].copy_(weights)
+        to, cache, spec = self.port.payload(self.layer), self.cache, self.experts.spec
+        rows, slots = ids.shape
+        if x.dtype != to.x.dtype or x.shape != (rows, spec.hidden) or rows > min(EXACT_ROWS, len(to.x)):
+            raise ValueError(
+                f"a step of {x.dtype} {list(x.shape)} for a payload of {to.x.dtype} {list(to.x.shape)}"
+            )
+        self.shared.await_moves(self.layer)
+        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        addresses, sources = torch.empty_like(ids), torch.empty_like(ids)
+        # One step at a time has the free slots. Biases lie apart from the rows that a program brings.
+        stays = cache.reserve > 0 and not self._pending and not spec.has_bias
+        launch = self._launch
+        wide = launch.up["K"] if launch else spec.hidden
+        coded = launch is not None and launch.format.quantised
+        q = torch.empty(rows, wide, dtype=torch.int8 if coded else torch.float32, device=self.device)
+        scales = torch.empty(rows, -(-wide // 32), dtype=torch.float32, device=self.device) if coded else q
+        chunks = -(-wide // (32 * _GROUPS))
+        hybrid_kernels.submit[(1 + rows * chunks,)](
+            x, ids, weights, cache.slot_of, self.shared.split if launch else self.shared.no_split, cache.free,
+            cache.incoming, self._place, addresses, sources, cache.totals, to.x, to.ids, to.weights, q,
+            scales, cache.cache_at, cache.host_at, cache.stride, rows * slots,
+            HIDDEN=spec.hidden, K=wide, QUANTISED=coded, GROUPS=_GROUPS, CHUNKS=chunks,
+            PAIRS=triton.next_power_of_2(rows * slots), STAY=stays, LONGEST=LONGEST, **cache.sizes,
+        )  # fmt: skip
         self.port.record_submit(self.layer)
-        self._rows = rows
+        quantised = (q.view(torch.int32), scales) if coded else (q, q)
+        self._pending.append(_Step(rows, ids, weights, addresses, sources if stays else None, quantised))
 
     def collect(self, extra: Tensor | None = None) -> Tensor:
         """float32 [R, hidden]: the GPU's share, then the CPU's, then ``extra`` [R, hidden] added to them."""
+        if not self._pending:
+            raise RuntimeError(f"collect of layer {self.layer}, which was not submitted")
+        step = self._pending.popleft()
+        own = None
+        if self._launch is not None:
+            own = self._launch.few(
+                self.cache.memory, step.quantised, step.addresses, step.weights, step.sources
+            )
         self.port.record_collect(self.layer)
-        result: Tensor = self.port.payload(self.layer).result[: self._rows]
-        return result.clone() if extra is None else result + extra
+        result: Tensor = self.port.payload(self.layer).result
+        out = torch.empty(step.rows, self.experts.spec.hidden, device=self.device)
+        count = out.numel()
+        hybrid_kernels.add[(-(-count // _WIDTH),)](
+            out if own is None else own, result, out if extra is None else extra.contiguous(), out, count,
+            HAS_OWN=own is not None, HAS_EXTRA=extra is not None, WIDTH=_WIDTH,
+        )  # fmt: skip
+        if self.cache.moves and not self._pending:
+            self.shared.fork(self.layer, step.ids, self.cache.move)
+        return out
 
     def prefill(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x bf16 [T, hidden], ids int64 [T, k], weights float32 [T, k], any T -> float32 [T, hidden];
@@ -129,8 +205,9 @@ class HybridExperts:
         return self.experts.forward(x.cpu(), ids.cpu(), weights.cpu()).to(x.device)
 
     def seed(self, counts: Sequence[float]) -> None:
-        """Fill the slots with the experts of the highest ``counts`` [experts]."""
+        """Fill the slots with the experts of the highest ``counts`` [experts]. Between steps only."""
+        self.cache.seed(counts)
 
     def counts(self) -> TierCounts:
         """Waits for the device."""
-        return TierCounts(0, 0, 0, 0)
+        return TierCounts(*map(int, self.cache.totals.tolist()))

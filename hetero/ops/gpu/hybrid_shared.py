@@ -2,31 +2,122 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-MOVES = 1
-"""Experts that a layer may bring into GPU memory in a decode step."""
+import torch
+from torch import Tensor
+
+from hetero.ops.gpu.cache import MOVES
+
+LONGEST = 1024
+"""Misses of a step up to which the split tells how many the GPU reads; beyond it as for so many."""
+
+
+class Beside(Protocol):
+    """A second stream: ``run`` puts work behind what the current stream holds and beside what follows,
+    ``join`` makes the current stream wait for it."""
+
+    def run(self, work: Callable[[], None]) -> None: ...
+    def join(self) -> None: ...
+
+
+class SideStream:
+    """``Beside`` on a stream of its own; on the CPU the work is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._forked = False
+
+    def run(self, work: Callable[[], None]) -> None:
+        if self.stream is None:
+            work()
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        self._forked = True
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def join(self) -> None:
+        if self.stream is not None and self._forked:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        self._forked = False
 
 
 class HybridShared:
     """``share`` of the experts that are not in GPU memory are read over PCIe, the CPU computes the others;
-    at most ``moves`` experts a layer and step are brought in, beside the step."""
+    at most ``moves`` experts a layer and step are brought in beside it, on ``side``.
 
-    def __init__(self, device: str | torch.device, *, share: float = 0.0, moves: int = MOVES) -> None:
+    ``join`` at the end of every captured step: the graph then ends with its moves.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device,
+        *,
+        share: float = 0.0,
+        moves: int = MOVES,
+        side: Beside | None = None,
+    ) -> None:
         self.device = torch.device(device)
         self.moves = moves
+        self.side: Beside = side or SideStream(self.device)
+        # Layers with moves that no later step may overtake, and what these read: it may not be freed before.
+        self._forked: dict[int, Tensor] = {}
+        self.split = torch.zeros(LONGEST + 1, dtype=torch.int32, device=self.device)
+        self.no_split = torch.zeros_like(self.split)  # of layers that the GPU cannot read
         self.set_share(share)
 
     @property
     def nbytes(self) -> int:
         """Bytes of GPU memory."""
-        return 0
+        return 2 * self.split.numel() * 4
 
     def set_share(self, share: float) -> None:
         """0 to 1; captured graphs follow. Between steps only."""
         if not 0.0 <= share <= 1.0:
             raise ValueError(f"a share of {share}, must be within 0 and 1")
-        self.share = share
+        self.set_split([int(misses * share + 0.5) for misses in range(LONGEST + 1)])
+
+    def balance(self, cpu: float, pcie: float, lead: float = 0.0) -> None:
+        """The split by which both sides of a layer end together: experts a second of each, and seconds that
+        the CPU's side takes besides; captured graphs follow. Raises ValueError for rates that are none."""
+        if cpu <= 0.0 or pcie <= 0.0 or lead < 0.0:
+            raise ValueError(f"rates of {cpu} and {pcie} experts/s with {lead} s")
+        taken, table = 0, []
+        for misses in range(LONGEST + 1):
+
+            def ends(count: int, misses: int = misses) -> float:
+                # Without a single expert the CPU answers all the same, but the hand-off hides elsewhere.
+                return max(lead + (misses - count) / cpu, count / pcie)
+
+            while taken < misses and ends(taken + 1) < ends(taken):
+                taken += 1
+            table.append(taken)
+        self.set_split(table)
+
+    def set_split(self, table: Sequence[int]) -> None:
+        """``table`` [LONGEST + 1]: of so many misses how many the GPU reads. Between steps only."""
+        values = torch.tensor(table, dtype=torch.int32)
+        if values.shape != self.split.shape or bool((values < 0).any()):
+            raise ValueError(f"a split needs {LONGEST + 1} counts")
+        self.split.copy_(values)
+
+    def shares(self) -> Tensor:
+        """The split, int32 [LONGEST + 1], on the CPU."""
+        return self.split.cpu()
+
+    def fork(self, layer: int, ids: Tensor, move: Callable[[Tensor], None]) -> None:
+        """Start the moves of a layer whose step used ``ids``."""
+        self._forked[layer] = ids
+        self.side.run(lambda: move(ids))
+
+    def await_moves(self, layer: int) -> None:
+        """The current stream waits for those of a layer, if any were started since the last ``join``."""
+        if layer in self._forked:
+            self.join()
 
     def join(self) -> None:
-        """The current stream waits for the moves of this step: at the end of every captured step."""
+        """The current stream waits for the moves so far: at the end of every captured step."""
+        self.side.join()
+        self._forked.clear()
