@@ -13,12 +13,13 @@ from torch import Tensor
 
 from hetero.core import InputError
 from hetero.cpu import CpuExperts
-from hetero.ops.gpu import hybrid_kernels
+from hetero.ops.gpu import hybrid_kernels, stamps
 from hetero.ops.gpu.cache import ExpertCache
 from hetero.ops.gpu.experts import EXACT_ROWS
 from hetero.ops.gpu.hybrid_shared import LONGEST, HybridShared
 from hetero.ops.gpu.launch import ExpertLaunch, check_format
 from hetero.ops.gpu.pinned import PinnedArena
+from hetero.trace import SUBMIT, WAIT
 
 _GROUPS, _WIDTH = 8, 1024  # of a program: groups of 32 activations, results that are added
 
@@ -174,6 +175,7 @@ class HybridExperts:
             PAIRS=triton.next_power_of_2(rows * slots), STAY=stays, LONGEST=LONGEST, **cache.sizes,
         )  # fmt: skip
         self.port.record_submit(self.layer)
+        stamps.lap(SUBMIT, self.layer)
         quantised = (q.view(torch.int32), scales) if coded else (q, q)
         self._pending.append(_Step(rows, ids, weights, addresses, sources if stays else None, quantised))
 
@@ -187,7 +189,9 @@ class HybridExperts:
             own = self._launch.few(
                 self.cache.memory, step.quantised, step.addresses, step.weights, step.sources
             )
+        stamps.lap_experts(self.layer, self.cache.totals[:3], self.experts.whole_bytes)
         self.port.record_collect(self.layer)
+        stamps.lap(WAIT, self.layer)
         result: Tensor = self.port.payload(self.layer).result
         out = torch.empty(step.rows, self.experts.spec.hidden, device=self.device)
         count = out.numel()

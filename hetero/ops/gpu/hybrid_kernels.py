@@ -8,22 +8,7 @@ import triton
 import triton.language as tl
 
 from hetero.ops.gpu import cache_kernels, expert_kernels
-from hetero.ops.gpu.expert_kernels import ACT_GROUP, ROUNDER, TINY, _at
-
-
-@triton.jit
-def coded(value):
-    """(codes int8 [groups, 32], scales float32 [groups]) of float32 values, as ``quantise_rows`` makes
-    them."""
-    size = tl.abs(value)
-    bad = tl.sum(size * 0.0, 1) != 0.0
-    amax = tl.max(tl.where(size < float("inf"), size, 0.0), 1)
-    zero = bad | (amax < TINY)
-    inverse = tl.div_rn(tl.full(amax.shape, 127.0, tl.float32), tl.where(zero, 1.0, amax))
-    clean = tl.where(zero[:, None], 0.0, value)
-    code = (clean * inverse[:, None] + ROUNDER) - ROUNDER
-    known = tl.div_rn(tl.where(amax < TINY, 0.0, amax), tl.full(amax.shape, 127.0, tl.float32))
-    return code.to(tl.int8), tl.where(bad, float("nan"), known)
+from hetero.ops.gpu.expert_kernels import ACT_GROUP, _at, coded
 
 
 @triton.jit

@@ -8,7 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hetero.ops.gpu import stamps
 from hetero.ops.gpu.cache import MOVES
+from hetero.trace import MOVE
 
 LONGEST = 1024
 """Misses of a step up to which the split tells how many the GPU reads; beyond it as for so many."""
@@ -110,7 +112,13 @@ class HybridShared:
     def fork(self, layer: int, ids: Tensor, move: Callable[[Tensor], None]) -> None:
         """Start the moves of a layer whose step used ``ids``."""
         self._forked[layer] = ids
-        self.side.run(lambda: move(ids))
+
+        def work() -> None:
+            stamps.start()
+            move(ids)
+            stamps.lap(MOVE, layer, lane="pcie")
+
+        self.side.run(work)
 
     def await_moves(self, layer: int) -> None:
         """The current stream waits for those of a layer, if any were started since the last ``join``."""
