@@ -13,7 +13,10 @@ from hetero.decode.embedding import Embedding
 from hetero.decode.experts import LayerExperts
 from hetero.decode.families import family_of
 from hetero.decode.inputs import Chunk, StepInputs
+from hetero.decode.layer import Layer
 from hetero.decode.matrix import Part, Projection
+from hetero.decode.turns import parted, prefill
+from hetero.ops.gpu.stamps import at_layer
 
 
 class Decoder:
@@ -23,6 +26,9 @@ class Decoder:
     in memory of the host), in the format that they have. The decoder takes them over: afterwards the tree may
     not be able to run by itself. ``experts``: of each MoE layer, in order. ``slots``: sequences at once;
     ``context``: tokens of one, at most.
+
+    ``moe_numbers``: which of the layers the MoE layers are. ``turns``: whether two halves of a chunk of a
+    prompt take turns (``turns``); None: where the experts say so.
 
     Raises InputError for a model without fused steps.
     """
@@ -42,12 +48,18 @@ class Decoder:
         self._embedding = Embedding(text.embed_tokens.weight, build.device)
         self._dtype = build.dtype
         self._family = family_of(build)
-        self._layers = [self._family.layer(layer) for layer in text.layers]
+        self._layers: list[Layer] = []
+        self.moe_numbers: list[int] = []
+        for number, module in enumerate(text.layers):
+            before = build.moe_layers
+            self._layers.append(self._family.layer(module))
+            self.moe_numbers += [number] * (build.moe_layers - before)
         if build.moe_layers != len(experts):
             raise ValueError(f"{len(experts)} experts for {build.moe_layers} MoE layers")
         head = model.lm_head
         self._head = Projection(Part(head, (head.out_features,)))
         self.vocabulary: int = head.out_features
+        self.turns: bool | None = None
 
     @property
     def layers(self) -> int:
@@ -87,18 +99,25 @@ class Decoder:
     def step(self, inputs: StepInputs) -> Tensor:
         """Logits float32 [R, V] of one token of every row; garbage in idle rows. Capturable."""
         stream = self._family.begin(self._embedding(inputs.tokens))
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers):
+            at_layer(number)
             stream = layer.step(stream, inputs)
         return self._logits(stream)
 
     def prefill(self, tokens: Tensor, slot: int, start: int, pages: Tensor) -> Tensor:
         """Logits float32 [V] after ``tokens`` int64 [T] on the device, which follow ``start`` tokens of the
         slot; ``pages`` as in ``StepInputs``. Eager, of any length."""
-        chunk = Chunk(tokens, slot, start, pages)
-        stream = self._family.begin(self._embedding(tokens))
-        for layer in self._layers:
-            stream = layer.prefill(stream, chunk)
-        return self._logits(self._family.last(stream))[0]
+        whole = Chunk(tokens, slot, start, pages)
+        chunks = parted(whole) if self._take_turns(len(tokens)) else [whole]
+        streams = [self._family.begin(self._embedding(chunk.tokens)) for chunk in chunks]
+        last = prefill(self._layers, streams, chunks)[-1]
+        return self._logits(self._family.last(last))[0]
+
+    def _take_turns(self, rows: int) -> bool:
+        if self.turns is not None:
+            return self.turns
+        experts = self._build.experts
+        return bool(experts) and experts[0].takes_turns(rows)
 
     def clear(self, slot: int) -> None:
         """Begin a new sequence in a slot."""

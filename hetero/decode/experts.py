@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class Pending(Protocol):
+    """Experts at work for a piece of a prompt."""
+
+    def collect(self) -> Tensor:
+        """The weighted sum float32 [T, H] on the device. Once."""
+        ...
+
+
+@dataclass(slots=True)
+class Done:
+    """A ``Pending`` with nothing left to do."""
+
+    sum: Tensor
+
+    def collect(self) -> Tensor:
+        return self.sum
 
 
 class LayerExperts(Protocol):
@@ -22,6 +41,16 @@ class LayerExperts(Protocol):
 
     def prefill(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum float32 [T, H] of any number of tokens, eagerly."""
+        ...
+
+    def prefill_submit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
+        """Begin that, so that the caller may go on with other work of the device. Several may be pending;
+        they are collected in order."""
+        ...
+
+    def takes_turns(self, rows: int) -> bool:
+        """Whether a chunk of so many rows is better computed in two halves, one of them on the CPU while the
+        device works on the other."""
         ...
 
 
@@ -50,3 +79,9 @@ class DirectExperts:
     def prefill(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         given = (part.to("cpu").contiguous() for part in (x, ids, weights))
         return self._backend.forward(*given).to(x.device, torch.float32)
+
+    def prefill_submit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Done:
+        return Done(self.prefill(x, ids, weights))
+
+    def takes_turns(self, rows: int) -> bool:
+        return False

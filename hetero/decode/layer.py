@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +14,8 @@ from hetero.decode.norm import Norm
 from hetero.decode.stream import Sum
 from hetero.formats import Format
 from hetero.ops.gpu.fused import Normed
+from hetero.ops.gpu.stamps import lap
+from hetero.trace import MIXER
 
 
 class Block(Protocol):
@@ -29,6 +32,10 @@ class Block(Protocol):
         """[T, H] -> [T, H]."""
         ...
 
+    def begin_prefill(self, x: Tensor) -> Callable[[], Tensor]:
+        """``prefill`` up to where experts on the CPU know what to do; the call does the rest."""
+        ...
+
 
 class Layer(Protocol):
     """One decoder layer. ``stream`` is the family's own: what its ``begin`` made."""
@@ -41,6 +48,11 @@ class Layer(Protocol):
     def step(self, stream: Any, inputs: StepInputs) -> Any: ...
 
     def prefill(self, stream: Any, chunk: Chunk) -> Any: ...
+
+    def begin_prefill(self, stream: Any, chunk: Chunk) -> Callable[[], Any]:
+        """``prefill`` up to where experts on the CPU know what to do; the call does the rest. In between
+        another chunk may begin, which follows this one."""
+        ...
 
     def clear(self, slot: int) -> None: ...
 
@@ -68,13 +80,19 @@ class PlainLayer:
     def step(self, stream: PlainStream, inputs: StepInputs) -> PlainStream:
         x = self.mixer_norm.step(self.mixer.format, stream.residual, stream.added)
         mixed = self.mixer.step(x, inputs)
+        lap(MIXER)
         x = self.block_norm.step(self.block.format, x.residual, Sum(mixed))
         return PlainStream(x.residual, self.block.step(x, inputs))
 
     def prefill(self, stream: PlainStream, chunk: Chunk) -> PlainStream:
+        return self.begin_prefill(stream, chunk)()
+
+    def begin_prefill(self, stream: PlainStream, chunk: Chunk) -> Callable[[], PlainStream]:
         x = stream.residual
         x = x + self.mixer.prefill(self.mixer_norm.prefill(x), chunk)
-        return PlainStream(x + self.block.prefill(self.block_norm.prefill(x)))
+        lap(MIXER)
+        end = self.block.begin_prefill(self.block_norm.prefill(x))
+        return lambda: PlainStream(x + end())
 
     def clear(self, slot: int) -> None:
         self.mixer.clear(slot)

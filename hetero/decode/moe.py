@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from hetero.decode.stream import Sum
 from hetero.formats import Format
 from hetero.ops.gpu.fused import Normed, plain_rows, swiglu_rows
 from hetero.ops.gpu.route import route
+from hetero.ops.gpu.stamps import lap
+from hetero.trace import ROUTER, SHARED
 
 
 class GatedMlp:
@@ -44,6 +47,11 @@ class GatedMlp:
         """[T, H] -> [T, H]."""
         gate, up = self._in.many(x)
         return self._out.many(nn.functional.silu(gate) * up)[0]
+
+    def begin_prefill(self, x: Tensor) -> Callable[[], Tensor]:
+        """``prefill``, with nothing left to do."""
+        out = self.prefill(x)
+        return lambda: out
 
 
 class RoutedBlock:
@@ -75,16 +83,34 @@ class RoutedBlock:
         # An idle row's numbers are garbage, for which no expert should be read.
         ids = ids.masked_fill(inputs.slots.unsqueeze(1) < 0, -1)
         experts = self._build.experts[self._index]
+        lap(ROUTER)
         experts.submit(x.x, ids, weights)
-        shared = None if self._shared is None else self._shared.few(x)
+        shared = None
+        if self._shared is not None:
+            shared = self._shared.few(x)
+            lap(SHARED)
         return Sum(experts.collect(), shared, outputs[1] if self._gated else None)
 
     def prefill(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        return self.begin_prefill(x)()
+
+    def begin_prefill(self, x: Tensor) -> Callable[[], Tensor]:
+        """``prefill`` up to where the CPU was told."""
         outputs = self._router.many(x.float())
         ids, weights = self._routed(outputs[0])
-        main = self._build.experts[self._index].prefill(x, ids, weights)
-        shared = None if self._shared is None else self._shared.prefill(x)
-        return Sum(main, shared, outputs[1] if self._gated else None).value().to(x.dtype)
+        lap(ROUTER)
+        pending = self._build.experts[self._index].prefill_submit(x, ids, weights)
+        shared = None
+        if self._shared is not None:
+            shared = self._shared.prefill(x)
+            lap(SHARED)
+
+        def end() -> Tensor:
+            gate = outputs[1] if self._gated else None
+            return Sum(pending.collect(), shared, gate).value().to(x.dtype)
+
+        return end
 
     def _routed(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         ids, weights = route(logits, self._top_k, norm=self._norm)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hetero.decode.inputs import StepInputs
 from hetero.engine.gpu.runner import GpuRunner
-from hetero.ops.gpu.stamps import lap
+from hetero.ops.gpu.stamps import at_layer, lap
 from hetero.trace import HEAD, MIXER, STAMPED, recorder, whole_steps
 from tests.engine.paged import PagedDecoder
 
@@ -19,12 +19,14 @@ class Telling(PagedDecoder):
 
     def step(self, inputs: StepInputs) -> Tensor:
         out = super().step(inputs)
-        lap(MIXER, 0)
+        at_layer(0)
+        lap(MIXER)
         return out
 
     def prefill(self, tokens: Tensor, slot: int, start: int, pages: Tensor) -> Tensor:
         out = super().prefill(tokens, slot, start, pages)
-        lap(MIXER, 0)
+        at_layer(0)
+        lap(MIXER)
         return out
 
 

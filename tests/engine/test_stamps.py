@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from hetero.ops.gpu.stamps import Stamps, chosen, here, lap, lap_experts, running, start
+from hetero.ops.gpu.stamps import Stamps, at_layer, chosen, here, lap, lap_experts, lap_moves, running, start
 from hetero.trace import HEAD, HITS, IN_PLACE, MIXER, MOVE, PREFILL, STAMPED, clock, recorder, whole_steps
 
 
@@ -15,24 +15,27 @@ def one_step(counts: torch.Tensor) -> None:
     """Of an eager pass of one layer."""
     start()
     time.sleep(0.001)
-    lap(MIXER, 0)
-    counts += torch.tensor([3, 1, 2])
-    lap_experts(0, counts, 100)
-    lap(MOVE, 0, lane="pcie", nbytes=7)
+    at_layer(0)
+    lap(MIXER)
+    counts += torch.tensor([3, 1, 2, 5])
+    lap_experts(counts[:3], 100)
+    lap_moves(counts[1:], 10)
+    at_layer(-1)
     lap(HEAD)
 
 
 def test_laps_are_parts_of_the_step_under_way() -> None:
     stamps = Stamps("cpu")
     tape = stamps.tape(capacity=5)
-    counts = torch.tensor([40, 30, 20])
+    counts = torch.tensor([40, 30, 20, 9])
     since = recorder.next_number() + 1
     with recorder.recording():
         for _ in range(2):
             recorder.begin_step(4)
             with tape.recording():
                 assert running()
-                stamps.prime(counts)
+                for part in (counts[:3], counts[1:]):
+                    stamps.prime(part)
                 one_step(counts)
                 tape.seal()
             tape.tell(4)
@@ -50,7 +53,8 @@ def test_laps_are_parts_of_the_step_under_way() -> None:
         assert (told[HITS].experts, told[HITS].nbytes) == (3, 300)
         assert (told[IN_PLACE].lane, told[IN_PLACE].experts, told[IN_PLACE].nbytes) == ("pcie", 1, 100)
         assert (told[IN_PLACE].start, told[IN_PLACE].end) == (told[HITS].start, told[HITS].end)
-        assert (told[MOVE].lane, told[MOVE].nbytes, told[MOVE].layer, told[MOVE].tokens) == ("pcie", 7, 0, 4)
+        assert (told[MOVE].lane, told[MOVE].experts, told[MOVE].nbytes) == ("pcie", 5, 50)
+        assert (told[MOVE].layer, told[MOVE].tokens) == (0, 4)
 
 
 def test_counters_are_known_before_the_first_step() -> None:
@@ -60,7 +64,8 @@ def test_counters_are_known_before_the_first_step() -> None:
     counts = torch.tensor([40, 30, 20])
     with tape.recording():
         start()
-        lap_experts(5, counts, 10)
+        at_layer(5)
+        lap_experts(counts, 10)
     with recorder.recording():
         for _ in range(2):
             since = recorder.next_number() + 1
@@ -75,14 +80,16 @@ def test_counters_are_known_before_the_first_step() -> None:
 
 def test_nothing_happens_without_a_tape() -> None:
     start()
-    lap(MIXER, 0)
+    at_layer(0)
+    lap(MIXER)
     tape = Stamps("cpu").tape()
     since = recorder.next_number() + 1
     tape.tell(1)
     with recorder.recording():
         tape.tell(1)
         with tape.recording():
-            lap(MIXER, 0)  # without a start there is nothing to be behind
+            at_layer(0)
+            lap(MIXER)  # without a start there is nothing to be behind
         tape.tell(1)
     assert recorder.spans(since) == []
 
@@ -92,7 +99,7 @@ def test_a_full_tape_says_so() -> None:
     with tape.recording():
         start()
         with pytest.raises(ValueError, match="room for 1"):
-            lap(MIXER, 0)
+            lap(MIXER)
 
 
 def test_tapes_within_each_other() -> None:
@@ -104,9 +111,11 @@ def test_tapes_within_each_other() -> None:
         start()
         with inner.recording():
             start()
+            at_layer(-1)
             lap(HEAD)
             inner.seal()
-        lap(MIXER, 1)
+        at_layer(1)
+        lap(MIXER)
         outer.seal()
     with recorder.recording():
         since = recorder.next_number() + 1
@@ -141,14 +150,16 @@ def test_choices_are_from_the_last_lap_until_now() -> None:
     with tape.recording():
         assert running()
         start()
-        lap(MIXER, 2)
+        at_layer(2)
+        lap(MIXER)
         since = here()
         lap(HEAD)
-        chosen(since, "stream", 2, 77, 5e-6)
+        chosen(since, "stream", 77, 5e-6)
+        at_layer(-1)
         lap(HEAD)
         tape.seal()
     assert here() == -1
-    chosen(-1, "stream", 2, 77, 5e-6)
+    chosen(-1, "stream", 77, 5e-6)
     with recorder.recording(stamps=True):
         assert recorder.stamping
         since = recorder.next_number() + 1

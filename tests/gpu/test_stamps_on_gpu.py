@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hetero.ops.gpu.stamps import Stamps, lap, lap_experts, start
+from hetero.ops.gpu.stamps import Stamps, at_layer, lap, lap_experts, start
 from hetero.trace import HEAD, HITS, MIXER, MOVE, STAMPED, clock, recorder, whole_steps
 
 pytestmark = [
@@ -29,15 +29,17 @@ def test_a_replay_is_told_on_the_hosts_clock() -> None:
     with tape.recording(), torch.cuda.graph(graph):
         start()
         x @ x
-        lap(MIXER, 0)
+        at_layer(0)
+        lap(MIXER)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             start()
             x @ x
-            lap(MOVE, 0, lane="pcie", nbytes=7)
+            lap(MOVE, lane="pcie", nbytes=7)
         counts += more
-        lap_experts(0, counts, 100)
+        lap_experts(counts, 100)
         torch.cuda.current_stream().wait_stream(side)
+        at_layer(-1)
         lap(HEAD)
         tape.seal()
     walls: list[tuple[int, int]] = []
@@ -77,7 +79,8 @@ def test_an_untraced_graph_has_no_stamps() -> None:
     with torch.cuda.graph(graph):
         start()
         x += 1
-        lap(MIXER, 0)
+        at_layer(0)
+        lap(MIXER)
     graph.replay()
     torch.cuda.synchronize()
     assert not tape._device.any()

@@ -14,7 +14,7 @@ import torch
 
 from hetero.core import MachineError
 from hetero.engine.gpu.graphs import CaptureError, StepGraph
-from hetero.ops.gpu.stamps import Stamps, Tape, lap, start
+from hetero.ops.gpu.stamps import Stamps, Tape, at_layer, lap, start
 from hetero.trace import HEAD, STAMPED, recorder
 
 log = logging.getLogger("hetero.engine")
@@ -86,6 +86,7 @@ def stamped(tape: Tape | None) -> Iterator[None]:
     """Around the work of a step on the stream: what no operator tells of at its end is the head's."""
     start()
     yield
+    at_layer(-1)
     lap(HEAD)
     if tape is not None:
         tape.seal()

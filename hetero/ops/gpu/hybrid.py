@@ -71,6 +71,13 @@ class DirectPort:
         pass
 
 
+class _Done(NamedTuple):
+    sum: Tensor
+
+    def collect(self) -> Tensor:
+        return self.sum
+
+
 @dataclass(frozen=True, slots=True)
 class TierCounts:
     """Experts of decode steps since the start, each once a step: found in GPU memory, read from host memory
@@ -175,7 +182,7 @@ class HybridExperts:
             PAIRS=triton.next_power_of_2(rows * slots), STAY=stays, LONGEST=LONGEST, **cache.sizes,
         )  # fmt: skip
         self.port.record_submit(self.layer)
-        stamps.lap(SUBMIT, self.layer)
+        stamps.lap(SUBMIT)
         quantised = (q.view(torch.int32), scales) if coded else (q, q)
         self._pending.append(_Step(rows, ids, weights, addresses, sources if stays else None, quantised))
 
@@ -189,9 +196,9 @@ class HybridExperts:
             own = self._launch.few(
                 self.cache.memory, step.quantised, step.addresses, step.weights, step.sources
             )
-        stamps.lap_experts(self.layer, self.cache.totals[:3], self.experts.whole_bytes)
+        stamps.lap_experts(self.cache.totals[:3], self.experts.whole_bytes)
         self.port.record_collect(self.layer)
-        stamps.lap(WAIT, self.layer)
+        stamps.lap(WAIT)
         result: Tensor = self.port.payload(self.layer).result
         out = torch.empty(step.rows, self.experts.spec.hidden, device=self.device)
         count = out.numel()
@@ -200,13 +207,26 @@ class HybridExperts:
             HAS_OWN=own is not None, HAS_EXTRA=extra is not None, WIDTH=_WIDTH,
         )  # fmt: skip
         if self.cache.moves and not self._pending:
-            self.shared.fork(self.layer, step.ids, self.cache.move)
+            self.shared.fork(self.layer, step.ids, self._move)
         return out
+
+    def _move(self, ids: Tensor) -> None:
+        stamps.start()
+        self.cache.move(ids)
+        stamps.lap_moves(self.cache.totals[2:], self.cache.stride)
 
     def prefill(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x bf16 [T, hidden], ids int64 [T, k], weights float32 [T, k], any T -> float32 [T, hidden];
         outside graphs, waits for the device."""
         return self.experts.forward(x.cpu(), ids.cpu(), weights.cpu()).to(x.device)
+
+    def prefill_submit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
+        """Begin ``prefill``; its ``collect()`` gives the sum. Several may be pending."""
+        return _Done(self.prefill(x, ids, weights))
+
+    def takes_turns(self, rows: int) -> bool:
+        """Whether a chunk of so many rows is better computed in two halves that take turns."""
+        return False
 
     def seed(self, counts: Sequence[float]) -> None:
         """Fill the slots with the experts of the highest ``counts`` [experts]. Between steps only."""

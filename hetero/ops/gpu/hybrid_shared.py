@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hetero.ops.gpu import stamps
 from hetero.ops.gpu.cache import MOVES
-from hetero.trace import MOVE
 
 LONGEST = 1024
 """Misses of a step up to which the split tells how many the GPU reads; beyond it as for so many."""
@@ -112,13 +111,7 @@ class HybridShared:
     def fork(self, layer: int, ids: Tensor, move: Callable[[Tensor], None]) -> None:
         """Start the moves of a layer whose step used ``ids``."""
         self._forked[layer] = ids
-
-        def work() -> None:
-            stamps.start()
-            move(ids)
-            stamps.lap(MOVE, layer, lane="pcie")
-
-        self.side.run(work)
+        self.side.run(partial(move, ids))
 
     def await_moves(self, layer: int) -> None:
         """The current stream waits for those of a layer, if any were started since the last ``join``."""

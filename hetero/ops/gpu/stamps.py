@@ -1,6 +1,6 @@
 """When a GPU did what, by the GPU's own clock: also inside a captured graph, of which the host sees nothing.
 
-Operators say ``lap(name, layer)`` behind a piece of work. Without a tape that runs, as in every graph that
+Operators say ``lap(name)`` behind a piece of work. Without a tape that runs, as in every graph that
 is captured untraced, this reads one variable and does nothing. With one it puts a kernel of one thread into
 the current stream that writes the device's time, about a microsecond each, and the graph that is captured
 holds these kernels from then on::
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hetero.alignment import Alignment, Bracket, meet
 from hetero.hw.cuda_driver import driver
-from hetero.trace import HITS, IN_PLACE, PREFILL, Lane, Span, clock, recorder
+from hetero.trace import HITS, IN_PLACE, MOVE, PREFILL, Lane, Span, clock, recorder
 
 PTX = """
 .version 6.3
@@ -91,6 +91,7 @@ class Stamps:
         self.alignment = Alignment()
         self._counted: dict[int, list[int]] = {}  # address of counters -> their values after the last step
         self._read_at = 0
+        recorder.at_end(self.end)
         if self.device.type != "cuda":
             return
         with torch.cuda.device(self.device):
@@ -100,7 +101,11 @@ class Stamps:
             self.stamp(self._own.data_ptr(), 0)  # loaded at its first launch, which no capture would survive
             torch.cuda.synchronize()
             self._side = torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]
-        recorder.at_end(self.read)
+
+    def end(self) -> None:
+        """Nobody watches any more: a last comparison of the clocks; counters go on unseen."""
+        self._counted.clear()
+        self.read()
 
     def tape(self, capacity: int = CAPACITY) -> Tape:
         return Tape(self, capacity)
@@ -156,6 +161,7 @@ class Tape:
         self._host = torch.zeros(capacity, _WORDS, dtype=torch.int64, pin_memory=cuda)
         self.laps: list[Lap] = []
         self._last: dict[int, int] = {}  # stream -> its last stamp
+        self.layer = -1  # that is at work
         self._used = 0
 
     @contextmanager
@@ -163,7 +169,7 @@ class Tape:
         """Laps within it are of this tape, whose earlier ones are forgotten."""
         global _running  # noqa: PLW0603 - operators deep in a model ask for it
         before, _running = _running, self
-        self.laps, self._last, self._used = [], {}, 0
+        self.laps, self._last, self._used, self.layer = [], {}, 0, -1
         try:
             yield self
         finally:
@@ -188,7 +194,6 @@ class Tape:
         self,
         lane: Lane,
         name: str,
-        layer: int,
         nbytes: int = 0,
         *,
         counts: Tensor | None = None,
@@ -198,7 +203,7 @@ class Tape:
         begin = self._last.get(self._stream())
         end = self.mark(counts)
         if begin is not None:
-            self.laps.append(Lap(lane, name, layer, begin, end, nbytes, counts, expert_bytes))
+            self.laps.append(Lap(lane, name, self.layer, begin, end, nbytes, counts, expert_bytes))
 
     def here(self) -> int:
         """The last stamp of the current stream, or one that is put there."""
@@ -250,7 +255,9 @@ class Told:
             start, end = self.stamps.host(self.times[lap.begin]), self.stamps.host(self.times[lap.end])
             nbytes, experts = lap.nbytes, 0
             if lap.end in self.counts:
-                experts, in_place, _ = self.counts[lap.end]
+                experts, in_place, moved = self.counts[lap.end]
+                if lap.name == MOVE:
+                    experts, in_place = moved, 0
                 nbytes += experts * lap.expert_bytes
                 if in_place:
                     size = in_place * lap.expert_bytes
@@ -277,18 +284,31 @@ def start() -> None:
         _running.mark()
 
 
-def lap(name: str, layer: int = -1, *, lane: Lane = "gpu", nbytes: int = 0) -> None:
+def at_layer(number: int) -> None:
+    """Laps from here on are of this layer of the model; -1: of none."""
+    if _running is not None:
+        _running.layer = number
+
+
+def lap(name: str, *, lane: Lane = "gpu", nbytes: int = 0) -> None:
     """What the current stream has done since its last lap was ``name``; ``nbytes``: that it moved or read."""
     if _running is not None:
-        _running.lap(lane, name, layer, nbytes)
+        _running.lap(lane, name, nbytes)
 
 
-def lap_experts(layer: int, counts: Tensor, expert_bytes: int) -> None:
+def lap_experts(counts: Tensor, expert_bytes: int) -> None:
     """What the current stream has done since its last lap were the GPU's own experts of a layer. ``counts``
     int64 [3], as of ``ExpertCache``: experts found in GPU memory, read from host memory, left to the CPU,
     since the start and up to this step's look-up."""
     if _running is not None:
-        _running.lap("gpu", HITS, layer, counts=counts, expert_bytes=expert_bytes)
+        _running.lap("gpu", HITS, counts=counts, expert_bytes=expert_bytes)
+
+
+def lap_moves(counts: Tensor, expert_bytes: int) -> None:
+    """What the current stream has done since its last lap was to bring experts into GPU memory. ``counts``
+    int64 [3]: the last counts them, since the start."""
+    if _running is not None:
+        _running.lap("pcie", MOVE, counts=counts, expert_bytes=expert_bytes)
 
 
 def here() -> int:
@@ -296,10 +316,10 @@ def here() -> int:
     return -1 if _running is None else _running.here()
 
 
-def chosen(since: int, strategy: str, layer: int, tokens: int, expected_s: float) -> None:
-    """The experts of a prefill's chunk, or of a part of it, were computed between ``here()`` and now, in this
-    way and in so many seconds as a model of costs expected."""
+def chosen(since: int, strategy: str, tokens: int, expected_s: float) -> None:
+    """The experts of a layer were computed for so many tokens of a prompt between ``here()`` and now, in this
+    way; ``expected_s``: what a model of costs had said, in seconds."""
     if _running is not None and since >= 0:
         details = (("strategy", strategy), ("expected_us", round(expected_s * 1e6, 1)))
-        now = _running.mark()
+        now, layer = _running.mark(), _running.layer
         _running.laps.append(Lap("choice", PREFILL, layer, since, now, tokens=tokens, details=details))
