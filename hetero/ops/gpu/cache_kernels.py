@@ -32,8 +32,8 @@ CELLS = tl.constexpr(64)
 @triton.jit
 def find(
     ids, slot_of, split, free, incoming, place, addresses, sources, cpu_ids, counts, cache_at, host_at,
-    stride, pairs, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, RESERVE: tl.constexpr,
-    STAY: tl.constexpr, LONGEST: tl.constexpr,
+    stride, pairs, weights, chosen, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    RESERVE: tl.constexpr, STAY: tl.constexpr, LONGEST: tl.constexpr, DEFER: tl.constexpr,
 ):  # fmt: skip
     """Who computes each of ``ids`` int64 [pairs]; called by one program.
 
@@ -46,6 +46,9 @@ def find(
     ``split`` int32 [LONGEST + 1]; ``place`` int64 [2, EXPERTS]: scratch. Added to ``counts`` int64: experts
     found in GPU memory, read from host memory, left to the CPU, each once. WIDTH and PAIRS: EXPERTS and
     pairs as powers of two.
+
+    DEFER: so many of the CPU's experts of each token, ``chosen`` pairs long, those of the lowest ``weights``
+    float32 [pairs], are put off: their ids stand in ``cpu_ids`` + EXPERTS (``deferral.put_off``).
     """
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
@@ -85,7 +88,19 @@ def find(
     found = tl.load(place + mine, valid, 0)
     tl.store(addresses + at, found, live)
     tl.store(sources + at, tl.load(place + EXPERTS + mine, valid, 0), live)
-    tl.store(cpu_ids + at, tl.where(valid & (found == 0), mine, NOTHING), live)
+    left = valid & (found == 0)
+    if DEFER > 0:
+        weight = tl.load(weights + at, live, 0.0)
+        lower = tl.zeros((PAIRS,), tl.int32)
+        for place_in_row in range(chosen):
+            pair = at // chosen * chosen + place_in_row
+            other = tl.load(ids + pair, live, NOTHING)
+            meant = live & (other >= 0) & (other < EXPERTS)
+            away = meant & (tl.load(place + other, meant, 1) == 0)
+            theirs = tl.load(weights + pair, live, 0.0)
+            lower += (away & ((theirs < weight) | ((theirs == weight) & (pair > at)))).to(tl.int32)
+        mine = tl.where(lower < DEFER, mine + EXPERTS, mine)
+    tl.store(cpu_ids + at, tl.where(left, mine, NOTHING), live)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from hetero.core import InputError
 from hetero.cpu import CpuExperts
 from hetero.ops.gpu import hybrid_kernels, stamps
 from hetero.ops.gpu.cache import ExpertCache
+from hetero.ops.gpu.deferral import parted
 from hetero.ops.gpu.experts import EXACT_ROWS
 from hetero.ops.gpu.hybrid_shared import LONGEST, HybridShared
 from hetero.ops.gpu.launch import ExpertLaunch, check_format
@@ -47,10 +48,20 @@ class DirectPayload(NamedTuple):
 
 
 class DirectPort:
-    """Computes at once and on the spot: for tests, and steps outside a graph. ``rows``: most of a step."""
+    """Computes at once and on the spot: for tests, and steps outside a graph. ``rows``: most of a step.
+    ``defer``: ids may be put off (``deferral``)."""
 
-    def __init__(self, experts: Sequence[CpuExperts], rows: int, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        experts: Sequence[CpuExperts],
+        rows: int,
+        device: str | torch.device = "cpu",
+        *,
+        defer: bool = False,
+    ) -> None:
         self._experts = list(experts)
+        self._defer = defer
+        self._carry: Tensor | None = None  # what was put off at the last layer
         spec = self._experts[0].spec
         shape = rows, spec.top_k
         self._payload = DirectPayload(
@@ -64,8 +75,15 @@ class DirectPort:
         return self._payload
 
     def record_submit(self, layer: int) -> None:
-        x, ids, weights, result = self._payload
-        result.copy_(self._experts[layer].forward(x.cpu(), ids.cpu(), weights.cpu()))
+        experts, result = self._experts[layer], self._payload.result
+        x, ids, weights = (one.cpu() for one in self._payload[:3])
+        if not self._defer:
+            result.copy_(experts.forward(x, ids, weights))
+            return
+        now, later = parted(ids, experts.spec.num_experts, last=layer + 1 == len(self._experts))
+        total = experts.forward(x, now, weights)
+        result.copy_(total if layer == 0 or self._carry is None else total + self._carry)
+        self._carry = experts.forward(x, later, weights)
 
     def record_collect(self, layer: int) -> None:
         pass
@@ -177,9 +195,10 @@ class HybridExperts:
         hybrid_kernels.submit[(1 + rows * chunks,)](
             x, ids, weights, cache.slot_of, self.shared.split if launch else self.shared.no_split, cache.free,
             cache.incoming, self._place, addresses, sources, cache.totals, to.x, to.ids, to.weights, q,
-            scales, cache.cache_at, cache.host_at, cache.stride, rows * slots,
+            scales, cache.cache_at, cache.host_at, cache.stride, rows * slots, slots,
             HIDDEN=spec.hidden, K=wide, QUANTISED=coded, GROUPS=_GROUPS, CHUNKS=chunks,
-            PAIRS=triton.next_power_of_2(rows * slots), STAY=stays, LONGEST=LONGEST, **cache.sizes,
+            PAIRS=triton.next_power_of_2(rows * slots), STAY=stays, LONGEST=LONGEST,
+            DEFER=self.shared.defer, **cache.sizes,
         )  # fmt: skip
         self.port.record_submit(self.layer)
         stamps.lap(SUBMIT)

@@ -14,24 +14,24 @@ from hetero.ops.gpu.expert_kernels import ACT_GROUP, _at, coded
 @triton.jit
 def submit(
     x, ids, weights, slot_of, split, free, incoming, place, addresses, sources, counts, to_x, to_ids,
-    to_weights, q, scales, cache_at, host_at, stride, pairs,
+    to_weights, q, scales, cache_at, host_at, stride, pairs, chosen,
     HIDDEN: tl.constexpr, K: tl.constexpr, QUANTISED: tl.constexpr, GROUPS: tl.constexpr, CHUNKS:
     tl.constexpr,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, RESERVE: tl.constexpr, STAY:
-    tl.constexpr, LONGEST: tl.constexpr,
+    tl.constexpr, LONGEST: tl.constexpr, DEFER: tl.constexpr,
 ):  # fmt: skip
     """The CPU's payload (``to_x``, ``to_ids``, ``to_weights``, in mapped host memory) and the GPU's: program
     0 finds who computes what (``cache_kernels.find``), the others each copy and quantise GROUPS groups of a
     row.
 
     ``x`` [T, HIDDEN]; ``q`` [T, K] and ``scales`` [T, K / 32] as ``expert_kernels.gate_up`` reads them; the
-    grid is 1 + T * CHUNKS.
+    grid is 1 + T * CHUNKS. ``chosen``: experts a token; DEFER: how many of them the CPU may put off.
     """
     program = tl.program_id(0)
     if program == 0:
         cache_kernels.find(
             ids, slot_of, split, free, incoming, place, addresses, sources, to_ids, counts, cache_at, host_at,
-            stride, pairs, EXPERTS, WIDTH, PAIRS, RESERVE, STAY, LONGEST,
+            stride, pairs, weights, chosen, EXPERTS, WIDTH, PAIRS, RESERVE, STAY, LONGEST, DEFER,
         )  # fmt: skip
         pair = tl.arange(0, PAIRS)
         tl.store(to_weights + pair, tl.load(weights + pair, pair < pairs, 0.0), pair < pairs)

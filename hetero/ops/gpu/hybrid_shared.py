@@ -47,7 +47,9 @@ class SideStream:
 
 class HybridShared:
     """``share`` of the experts that are not in GPU memory are read over PCIe, the CPU computes the others;
-    at most ``moves`` experts a layer and step are brought in beside it, on ``side``.
+    at most ``moves`` experts a layer and step are brought in beside it, on ``side``. ``defer``: so many of a
+    token's experts that the CPU computes are added one layer later (``deferral``), which the port has to
+    know how to do; graphs that were captured keep what they have.
 
     ``join`` at the end of every captured step: the graph then ends with its moves.
     """
@@ -59,9 +61,10 @@ class HybridShared:
         share: float = 0.0,
         moves: int = MOVES,
         side: Beside | None = None,
+        defer: int = 0,
     ) -> None:
         self.device = torch.device(device)
-        self.moves = moves
+        self.moves, self.defer = moves, defer
         self.side: Beside = side or SideStream(self.device)
         # Layers with moves that no later step may overtake, and what these read: it may not be freed before.
         self._forked: dict[int, Tensor] = {}
