@@ -1,4 +1,5 @@
-"""Options of rules that are about a GPU: the experts' cache, the share that it reads, fused layers."""
+"""Options of rules that are about a GPU: the experts' cache, the share that it reads, experts that are added
+one layer later, fused layers."""
 
 from __future__ import annotations
 
@@ -89,6 +90,19 @@ def read_share(experts: Value, replace: Replace) -> float | None:
     if share:
         _needs_both(value, "share", experts, replace)
     return float(share)
+
+
+def read_defer(experts: Value, replace: Replace) -> int:
+    """``experts: defer``: how many of a token's experts that the CPU computes are added one layer later."""
+    value = experts.data.get("defer")
+    if value is None:
+        return 0
+    count = value.data
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        value.where.fail(f"experts: 'defer' must be a number of experts, 0 or more, not {value.kind}")
+    if count:
+        _needs_both(value, "defer", experts, replace)
+    return int(count)
 
 
 def _needs_both(value: Value, key: str, experts: Value, replace: Replace) -> None:

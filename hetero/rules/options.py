@@ -12,7 +12,7 @@ from hetero.formats import GPU_FORMATS, Format, parse_format, parse_target
 from hetero.hw.memory import parse_bytes
 from hetero.hw.placement import NUMA_WORDS, parse_numa
 from hetero.rules.devices import check_device
-from hetero.rules.gpu_options import fused_options, read_cache, read_share
+from hetero.rules.gpu_options import fused_options, read_cache, read_defer, read_share
 from hetero.rules.mistakes import Mistakes
 from hetero.rules.schema import EXPERT_KEYS, Replace, check_keys
 from hetero.rules.source import Value, did_you_mean, listed
@@ -67,8 +67,8 @@ def expected_format(text: str) -> Format:
 
 
 def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
-    """``experts: {device, format, isa, numa, threads, backend, tier, ram, cache, share}`` with the defaults,
-    and ``format`` of the block's linear layers, None: as they are."""
+    """``experts: {device, format, isa, numa, threads, backend, tier, ram, cache, share, defer}`` with the
+    defaults, and ``format`` of the block's linear layers, None: as they are."""
     mistakes = Mistakes()
     dense: str | None = None
     with mistakes:
@@ -89,6 +89,7 @@ def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
         "ram": lambda: _ram(get("ram"), get("tier")),
         "cache": lambda: read_cache(experts, replace),
         "share": lambda: read_share(experts, replace),
+        "defer": lambda: read_defer(experts, replace),
     }
     options: dict[str, Any] = {}
     for key in ("isa", "numa"):

@@ -19,7 +19,7 @@ FILE_KEYS = ("description", "models", "vars", "extends", "rules")
 RULE_KEYS = ("name", "match", "replace", "recursive", "optional")
 MATCH_KEYS = ("name", "class", "layers")
 REPLACE_KEYS = ("op", "class", "device", "experts", "kwargs")
-EXPERT_KEYS = ("format", "isa", "numa", "threads", "backend", "tier", "ram", "cache", "share")
+EXPERT_KEYS = ("format", "isa", "numa", "threads", "backend", "tier", "ram", "cache", "share", "defer")
 # Words of KTransformers that its users will try first.
 _FOREIGN = {
     "generate_device": "write 'device: ...'",

@@ -61,9 +61,9 @@ def test_slots_are_whole_experts_within_the_size() -> None:
 
 
 def test_options_are_read(tmp_path: Path) -> None:
-    placement = place(write(tmp_path, with_experts("cache: 30%, share: 0.25")), devices=DEVICES)
-    options = next(placement.replacements()).options["experts"]
-    assert (options["cache"], options["share"]) == (CacheSize(part=0.3), 0.25)
+    given = with_experts("cache: 30%, share: 0.25, defer: 3")
+    options = next(place(write(tmp_path, given), devices=DEVICES).replacements()).options["experts"]
+    assert (options["cache"], options["share"], options["defer"]) == (CacheSize(part=0.3), 0.25, 3)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,10 @@ def test_options_are_read(tmp_path: Path) -> None:
         ("share: 1.5", "experts: 'share' must be auto or a number from 0 to 1, not 1.5"),
         ("share: true", "experts: 'share' must be auto or a number from 0 to 1, not True"),
         ("share: half", "experts: 'share' must be auto or a number from 0 to 1, not 'half'"),
+        ("defer: 1.5", "experts: 'defer' must be a number of experts, 0 or more, not 1.5"),
+        ("defer: -1", "experts: 'defer' must be a number of experts, 0 or more, not -1"),
+        ("defer: true", "experts: 'defer' must be a number of experts, 0 or more, not True"),
+        ("tier: disk, defer: 1", "experts: 'defer' needs all experts in main memory, not 'tier: disk'"),
         ("cahce: 1GiB", "unknown key 'cahce' in 'experts'; did you mean 'cache'?"),
         ("tier: disk, cache: 1GiB", "experts: 'cache' needs all experts in main memory, not 'tier: disk'"),
         ("device: cuda:0, cache: 9GiB", "experts: 'cache' is of experts on the CPU, and these are on 'cuda"),

@@ -71,6 +71,7 @@ def test_options_come_complete(tmp_path: Path) -> None:
             "ram": None,
             "cache": CacheSize(),
             "share": None,
+            "defer": 0,
         },
         "format": None,
     }
