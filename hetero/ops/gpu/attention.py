@@ -73,7 +73,7 @@ def attention_rows(  # noqa: PLR0917
     """
     (q, k, v), (pages, slots, positions), s = projected, where, shape
     rows, device, normed = q.shape[0], q.device, s.norm_offset is not None
-    head_stride, width = s.dim * (2 if s.gated else 1), triton.next_power_of_2(s.dim)
+    head_stride, width = s.dim * (2 if s.gated else 1), head_width(s.dim)
     twin = device.type == "cpu"
     parts = 4 if twin else _PARTS  # the interpreter takes long for each program
     sums = torch.empty(rows, s.q_heads, parts, s.dim, dtype=torch.float32, device=device)
@@ -121,6 +121,11 @@ def joined_rows(
         GATE_STRIDE=0 if gate is None else gate.stride(1), HAS_SINKS=sinks is not None, QUANTISED=whole,
     )  # fmt: skip
     return made if whole or not fmt.quantised else plain_rows(fmt, made.q)
+
+
+def head_width(dim: int) -> int:
+    """Columns of a head in kernels that multiply matrices: a power of two, of which they take 16 at least."""
+    return max(16, int(triton.next_power_of_2(dim)))
 
 
 def attention_step(

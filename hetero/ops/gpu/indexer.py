@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hetero.formats import Format
 from hetero.ops.gpu import attention_kernels, indexer_kernels
-from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys, joined_rows
+from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys, head_width, joined_rows
 
 # Programs that share a row's tokens, and its blocks; the interpreter runs them one by one.
 _PARTS, _CHUNK = (16, 2), 32
@@ -102,7 +102,7 @@ def index_step(
     """
     pages, slots, positions = where
     s, rows, device = shape, qk.shape[0], qk.device
-    width = triton.next_power_of_2(s.dim)
+    width = head_width(s.dim)
     paged = {"PAGE": keys.page, "PER_PAGE": keys.per_page, "MOST_PAGES": pages.shape[1]}
     sizes = {"HEADS": s.heads, "DIM": s.dim, "WIDTH": width, "RATIO": s.ratio}
     queries = torch.empty(rows, s.heads, s.dim, dtype=keys.blocks.dtype, device=device)
@@ -148,7 +148,7 @@ def attend(
     sums = torch.empty(rows, s.q_heads, parts, s.dim, dtype=torch.float32, device=device)
     tops = torch.empty(rows, s.q_heads, parts, dtype=torch.float32, device=device)
     totals = torch.empty_like(tops)
-    sizes = {"Q_HEADS": s.q_heads, "DIM": s.dim, "WIDTH": triton.next_power_of_2(s.dim), "PARTS": parts}
+    sizes = {"Q_HEADS": s.q_heads, "DIM": s.dim, "WIDTH": head_width(s.dim), "PARTS": parts}
     indexer_kernels.attend[(parts, s.kv_heads, rows)](
         queries, cache.keys, cache.values, chosen, pages, slots, positions, sums, tops, totals,
         s.scale or s.dim**-0.5,
@@ -179,7 +179,7 @@ def indexed_attention_step(
         q, k, v, q_norm, k_norm, weights.inverse_frequencies, pages, slots, positions, queries,
         cache.keys, cache.values, weights.eps, weights.rope_scale, q.stride(0), k.stride(0), v.stride(0),
         Q_HEADS=shape.q_heads, KV_HEADS=shape.kv_heads, DIM=shape.dim,
-        WIDTH=triton.next_power_of_2(shape.dim), HEAD_STRIDE=stride, ROTARY=shape.rotary, PAGE=cache.page,
+        WIDTH=head_width(shape.dim), HEAD_STRIDE=stride, ROTARY=shape.rotary, PAGE=cache.page,
         MOST_PAGES=pages.shape[1], HAS_NORM=normed, NORM_OFFSET=shape.norm_offset or 0.0,
     )  # fmt: skip
     gate = torch.unflatten(q, 1, (shape.q_heads, stride)) if shape.gated else None

@@ -165,7 +165,8 @@ def select(
 def _product(a, b, TWIN: tl.constexpr):
     if TWIN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b)
+    # Not the shortened float32 of tensor cores.
+    return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
