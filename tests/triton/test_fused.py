@@ -109,8 +109,8 @@ def test_projections(fmt: str, bias: bool, generator: torch.Generator) -> None:
         assert linears[1].weight.data_ptr() == whole.packed[32:].data_ptr()
     add = torch.cat([linear.bias for linear in linears]).detach().double() if bias else 0.0
     assert (whole.n, whole.k) == (72, 200)
-    x = random(9, 200, generator=generator)
-    for count in (1, 2, 3, 9):
+    x = random(6, 200, generator=generator)
+    for count in (1, 3, 6):
         rows = plain_rows(format_, x[:count])
         got = project(rows, whole, torch.float32)
         near(got, values(rows, 200) @ wanted.T + add, 1e-5)

@@ -12,28 +12,34 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4_exp
 
-from hetero.ops.gpu.mix import MixWeights, mix_streams
+from hetero.formats import parse_format
+from hetero.ops.gpu.fused import plain_rows
+from hetero.ops.gpu.mix import MixWeights, mix_rows, mix_streams
 from hetero.ops.gpu.route import route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+pytestmark = [
+    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+    # The interpreter computes by numpy, which warns where a GPU overflows to infinity and goes on.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
 
 def test_streams_of_two_blocks(generator: torch.Generator) -> None:
     torch.manual_seed(int(torch.randint(2**31, (1,), generator=generator)))
     config: Any = qwen4_exp.Qwen4ExpTextConfig(
-        hidden_size=24, hc_count=3, hc_lowrank=10, num_hidden_layers=1, layer_types=["linear_attention"]
+        hidden_size=40, hc_count=3, hc_lowrank=10, num_hidden_layers=1, layer_types=["linear_attention"]
     )
-    blocks = []
+    blocks, fmt = [], parse_format("int8")
     for _ in range(2):
         module: Any = qwen4_exp.Qwen4ExpTextGatedResidual(config)
         with torch.no_grad():
             for parameter in module.parameters():
                 nn.init.normal_(parameter, std=0.3)
         blocks.append(module.float().to(DEVICE))
-    hyper = torch.randn(2, 72, generator=generator).to(DEVICE)
-    main, shared = torch.randn(2, 2, 24, generator=generator).to(DEVICE)
-    gate = torch.randn(2, 5, generator=generator).to(DEVICE)[:, 3:4]  # a column among others
+    hyper = torch.randn(5, 120, generator=generator).to(DEVICE)
+    main, shared = torch.randn(2, 5, 40, generator=generator).to(DEVICE)
+    gate = torch.randn(5, 5, generator=generator).to(DEVICE)[:, 3:4]  # a column among others
     out = main + shared * gate.sigmoid()
     streams = hyper.clone()
     with torch.no_grad():
@@ -50,7 +56,12 @@ def test_streams_of_two_blocks(generator: torch.Generator) -> None:
                 3,
                 config.rms_norm_eps,
             )
+            again = streams.clone()
             mixed, ours = mix_streams(weights, streams, *previous, **added)
+            rows, x, _ = mix_rows(fmt, weights, again, *previous, **added)
+            assert torch.equal(x, mixed)
+            assert torch.equal(again, streams)
+            assert all(map(torch.equal, rows, plain_rows(fmt, x)))
             previous, added = (main, ours), {"shared": shared, "gate": gate}
             made += [mixed, ours]
     for got, wanted in zip([*made, streams], [first, inject, second, last, after], strict=True):

@@ -19,6 +19,9 @@ from torch import Tensor
 from hetero.formats import ACT_GROUP, BLOCK_ROWS, Format, padded_k
 from hetero.ops.gpu import expert_kernels, fused_kernels, linear_kernels
 from hetero.ops.gpu.matrix import PackedMatrix
+from hetero.ops.gpu.tuning import DEPTH_OF_WARP, STEPS_OF_WARP, Cut, cut_packed, cut_plain
+
+_MOST_ROWS = 4
 
 __all__ = [
     "Normed", "PackedMatrix", "Rows", "empty_rows", "gated_norm_rows", "norm_rows", "plain_rows", "project",
@@ -136,31 +139,36 @@ def _gated(
     return plain_rows(fmt, values) if made is None else made
 
 
-def project(rows: Rows, m: PackedMatrix, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def project(
+    rows: Rows, m: PackedMatrix, out_dtype: torch.dtype = torch.bfloat16, *, cut: Cut | None = None
+) -> Tensor:
     """[T, n] in ``out_dtype``: the products of rows and a matrix, plus its bias; sums are float32, and the
-    same in every run, for whatever other rows there are.
+    same in every run, for whatever other rows there are. ``cut``: how, for measurements.
 
     Raises ValueError where the rows were not made for this matrix.
     """
-    count = rows.q.shape[0]
+    count, sizes = rows.q.shape[0], m.sizes
+    if rows.q.shape[1] != sizes["K"] or (rows.q.dtype == torch.int8) != m.format.quantised:
+        given = f"rows {list(rows.q.shape)} {rows.q.dtype}"
+        raise ValueError(f"{given} for a matrix of {m.k} inputs in {m.format}")
     out = torch.empty(count, m.n, dtype=out_dtype, device=rows.q.device)
     bias = out if m.bias is None else m.bias
-    few = min(triton.next_power_of_2(count), 4)
+    few = min(triton.next_power_of_2(count), _MOST_ROWS)
     common: dict[str, Any] = {"HAS_BIAS": m.bias is not None, "COUNT": few}
-    wanted = m.sizes["K"] if m.format.quantised else m.k
-    if rows.q.shape[1] != wanted or (rows.q.dtype == torch.int8) != m.format.quantised:
-        raise ValueError(
-            f"rows {list(rows.q.shape)} {rows.q.dtype} for a matrix of {m.k} inputs in {m.format}"
-        )
     if m.format.quantised:
-        linear_kernels.project_packed[(-(-m.n // BLOCK_ROWS), -(-count // few))](
+        blocks, steps = -(-m.n // BLOCK_ROWS), sizes["K"] * m.format.code_bits // 32
+        cut = cut or cut_packed(steps, blocks)
+        linear_kernels.project_packed[(blocks, -(-count // few))](
             m.packed, rows.q.view(torch.int32), rows.scales, bias, out, count,
-            STEPS=64, AHEAD=False, ASM=out.is_cuda, **common, **m.sizes,
+            STEPS=STEPS_OF_WARP * cut.warps, TILES=cut.tiles, AHEAD=False, ASM=out.is_cuda,
+            num_warps=cut.warps, **common, **sizes,
         )  # fmt: skip
     else:
-        linear_kernels.project_plain[(-(-m.n // 4), -(-count // few))](
-            m.packed, rows.q, bias, out, count, rows.q.stride(0), K=m.k, N=m.n, OUTPUTS=4, DEPTH=256, **common
-        )
+        cut = cut or cut_plain(m.k, m.n, few)
+        linear_kernels.project_plain[(-(-m.n // cut.outputs), -(-count // few))](
+            m.packed, rows.q, bias, out, count, rows.q.stride(0), K=m.k, N=m.n, OUTPUTS=cut.outputs,
+            DEPTH=DEPTH_OF_WARP * cut.warps, TILES=cut.tiles, num_warps=cut.warps, **common,
+        )  # fmt: skip
     return out
 
 

@@ -36,7 +36,9 @@ class PackedMatrix:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Constants of the kernels for a quantised matrix."""
+        """Constants of the kernels; of a matrix that is not quantised K and N alone."""
+        if not self.format.quantised:
+            return {"K": self.k, "N": self.n}
         return matrix_sizes(self.format, self.n, self.k)
 
     @property

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from hetero.formats import Format
 from hetero.ops.gpu import mix_kernels
+from hetero.ops.gpu.fused import Rows, empty_rows
 
-_ROWS, _DEPTH = 4, 256
+# Of the first kernel: outputs of a program, inputs of a step; of the second: outputs, a whole number of
+# groups, and inputs. Of both: rows.
+_LINES, _DEPTH, _WARPS = 4, 512, 2
+_COLUMNS, _RANK_DEPTH, _MIX_WARPS = 32, 64, 16
+_MOST_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,59 @@ def added_parts(
     return parts[0], parts[1], parts[2], 0 if gate is None else gate.stride(0)
 
 
+class Mixed(NamedTuple):
+    """What ``mix_rows`` gives."""
+
+    rows: Rows
+    x: Tensor
+    """The block's input [T, hidden] in the dtype of the streams, of which ``rows`` are made."""
+    inject: Tensor
+    """float32 [T, count]: how much of the block's output goes to each stream."""
+
+
+def mix_rows(
+    fmt: Format,
+    weights: MixWeights,
+    streams: Tensor,
+    block_out: Tensor | None,
+    inject: Tensor | None,
+    *,
+    shared: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Mixed:
+    """A block's input of ``streams`` [T, count * hidden], contiguous, in two kernels.
+
+    The last block's output and its injection, where there was one, are added to the streams in place. The
+    output is block_out + shared * sigmoid(gate), [T, hidden] each, contiguous; gate [T] or [T, 1], without
+    which shared counts whole.
+    """
+    count, rows, device = weights.count, streams.shape[0], streams.device
+    hidden, outputs = streams.shape[1] // count, weights.down.shape[0]
+    sizes: dict[str, Any] = {"COUNT": count, "HIDDEN": hidden, "OUTPUTS": outputs}
+    sizes["ROWS"] = few = min(triton.next_power_of_2(rows), _MOST_ROWS)
+    norms, given = torch.empty(2, rows, count, dtype=torch.float32, device=device)
+    parts = torch.empty(count, rows, outputs, dtype=torch.float32, device=device)
+    has_out = block_out is not None and inject is not None
+    new = torch.empty_like(streams) if has_out else streams
+    mix_kernels.project[(-(-outputs // _LINES), count, -(-rows // few))](
+        streams, *added_parts(block_out if has_out else None, shared, gate, parts),
+        inject if has_out else parts, weights.norm, weights.down, new, norms, parts, rows, weights.eps,
+        HAS_OUT=has_out, HAS_SHARED=shared is not None, HAS_GATE=gate is not None, LINES=_LINES,
+        DEPTH=min(triton.next_power_of_2(hidden), _DEPTH), num_warps=_WARPS, **sizes,
+    )  # fmt: skip
+    out = torch.empty(rows, hidden, dtype=streams.dtype, device=device)
+    made, k_pad = Rows(out, out), 0
+    if fmt.quantised:
+        made, k_pad = empty_rows(fmt, rows, hidden, streams.dtype, device)
+    mix_kernels.mix[(-(-max(hidden, k_pad) // _COLUMNS), -(-rows // few))](
+        new, norms, weights.norm, parts, weights.up, streams, out, given, *made, rows,
+        STREAMS=triton.next_power_of_2(count), RANK=weights.rank, K_PAD=k_pad, HAS_OUT=has_out,
+        QUANTISED=fmt.quantised, COLUMNS=_COLUMNS,
+        DEPTH=min(triton.next_power_of_2(weights.rank), _RANK_DEPTH), num_warps=_MIX_WARPS, **sizes,
+    )  # fmt: skip
+    return Mixed(made, out, given)
+
+
 def mix_streams(
     weights: MixWeights,
     streams: Tensor,
@@ -46,30 +106,5 @@ def mix_streams(
     shared: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(the block's input [T, hidden], injection float32 [T, count]) of ``streams`` [T, count * hidden],
-    contiguous.
-
-    The last block's output and its injection, where there was one, are added to the streams in place. The
-    output is block_out + shared * sigmoid(gate), [T, hidden] each, contiguous; gate [T] or [T, 1], without
-    which shared counts whole.
-    """
-    count, rows = weights.count, streams.shape[0]
-    hidden = streams.shape[1] // count
-    sizes = {"COUNT": count, "HIDDEN": hidden}
-    normed = torch.empty(streams.shape, dtype=torch.float32, device=streams.device)
-    has_out = block_out is not None and inject is not None
-    mix_kernels.norm_streams[(count, rows)](
-        streams, *added_parts(block_out if has_out else None, shared, gate, normed),
-        inject if has_out else normed, weights.norm, normed, weights.eps,
-        WIDTH=triton.next_power_of_2(hidden), HAS_OUT=has_out, HAS_SHARED=shared is not None,
-        HAS_GATE=gate is not None, **sizes,
-    )  # fmt: skip
-    low = torch.empty(rows, weights.rank, dtype=torch.float32, device=streams.device)
-    inject = torch.empty(rows, count, dtype=torch.float32, device=streams.device)
-    blocks = {"RANK": weights.rank, "ROWS": _ROWS, "DEPTH": _DEPTH}
-    mix_kernels.project[(-(-(weights.rank + count) // _ROWS), rows)](
-        normed, weights.down, low, inject, **sizes, **blocks
-    )
-    out = torch.empty(rows, hidden, dtype=streams.dtype, device=streams.device)
-    mix_kernels.mix[(-(-hidden // _ROWS), rows)](normed, low, weights.up, out, **sizes, **blocks)
-    return out, inject
+    """(x, inject) of ``mix_rows``."""
+    return mix_rows(Format("bf16"), weights, streams, block_out, inject, shared=shared, gate=gate)[1:]

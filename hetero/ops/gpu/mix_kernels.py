@@ -1,15 +1,17 @@
 """Triton kernels of hyper-connections: several residual streams that a block reads as a mix and writes back
 to.
 
-As ``Qwen4ExpTextGatedResidual`` of transformers has them, for a decode step: ``norm_streams``, ``project``
-and ``mix`` make a block's input, and ``norm_streams`` of the next block adds this one's output first.
-Arithmetic is float32.
+As ``Qwen4ExpTextGatedResidual`` of transformers has them, for a decode step, in two kernels: ``project`` adds
+the last block's output, norms and projects each stream by itself; ``mix`` joins what it left and makes this
+block's input. Arithmetic is float32.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from hetero.ops.gpu.expert_kernels import ACT_GROUP, coded
 
 
 @triton.jit
@@ -29,68 +31,129 @@ def block_output(
 
 
 @triton.jit
-def norm_streams(
-    streams, block_out, shared, gate, gate_stride, inject, norm_weight, normed, eps,
-    COUNT: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, HAS_OUT: tl.constexpr,
-    HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr,
+def project(
+    streams, block_out, shared, gate, gate_stride, inject, norm_weight, weight, new_streams, sizes, parts,
+    rows, eps,
+    COUNT: tl.constexpr, HIDDEN: tl.constexpr, OUTPUTS: tl.constexpr, HAS_OUT: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, LINES: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (stream, row). ``streams`` [T, COUNT, HIDDEN]: changed in place where HAS_OUT, by the last
-    block's output (``block_output``) times ``inject`` float32 [T, COUNT]. ``normed`` float32 like them: each
-    stream by its own root mean square, times 1 + ``norm_weight`` [COUNT * HIDDEN]."""
-    stream, row = tl.program_id(0), tl.program_id(1)
-    at = tl.arange(0, WIDTH)
-    here = at < HIDDEN
-    place = (row * COUNT + stream) * HIDDEN + at
-    x = tl.load(streams + place, here, 0.0).to(tl.float32)
+    """Program (LINES outputs, stream, ROWS rows): ``parts`` float32 [COUNT, T, OUTPUTS], which summed over
+    the streams are the projections by ``weight`` [OUTPUTS, COUNT * HIDDEN] of the streams, each by its own
+    root mean square, times 1 + ``norm_weight`` [COUNT * HIDDEN].
+
+    ``streams`` [T, COUNT, HIDDEN]; where HAS_OUT the last block's output (``block_output``) times ``inject``
+    float32 [T, COUNT] is added first, and the sum goes to ``new_streams``, since other programs still read
+    the old one. ``sizes`` float32 [T, COUNT]: what each stream is multiplied by.
+    """
+    chunk, stream = tl.program_id(0), tl.program_id(1)
+    row = (tl.program_id(2) * ROWS + tl.arange(0, ROWS))[:, None, None]
+    line = chunk * LINES + tl.arange(0, LINES)
+    start = weight + line.to(tl.int64)[None, :, None] * (COUNT * HIDDEN) + stream * HIDDEN
+    total = tl.zeros((ROWS, LINES, DEPTH), tl.float32)
+    squares = tl.zeros((ROWS, 1, DEPTH), tl.float32)
     if HAS_OUT:
-        y = block_output(block_out, shared, gate, gate_stride, row, at, here, HIDDEN, HAS_SHARED, HAS_GATE)
-        x += y * tl.load(inject + row * COUNT + stream)
-        tl.store(streams + place, x.to(streams.dtype.element_ty), here)
-    weight = 1.0 + tl.load(norm_weight + stream * HIDDEN + at, here, 0.0).to(tl.float32)
-    tl.store(normed + place, x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * weight, here)
+        amount = tl.load(inject + row * COUNT + stream, row < rows, 0.0)
+    # Everything is on its way before anything waits.
+    ws, xs, norms = (), (), ()
+    for first in tl.static_range(0, HIDDEN, DEPTH):
+        at = (first + tl.arange(0, DEPTH))[None, None, :]
+        ws = ws + (tl.load(start + at, (at < HIDDEN) & (line < OUTPUTS)[None, :, None], 0.0),)
+    for first in tl.static_range(0, HIDDEN, DEPTH):
+        at = (first + tl.arange(0, DEPTH))[None, None, :]
+        here = (at < HIDDEN) & (row < rows)
+        norms = norms + (tl.load(norm_weight + stream * HIDDEN + at, at < HIDDEN, 0.0),)
+        x = tl.load(streams + (row * COUNT + stream) * HIDDEN + at, here, 0.0)
+        if HAS_OUT:
+            y = block_output(
+                block_out, shared, gate, gate_stride, row, at, here, HIDDEN, HAS_SHARED, HAS_GATE
+            )
+            x = (x.to(tl.float32) + y * amount).to(streams.dtype.element_ty)
+        xs = xs + (x,)
+    # Loads are not put off beyond it.
+    tl.debug_barrier()
+    for first in tl.static_range(0, HIDDEN, DEPTH):
+        at = (first + tl.arange(0, DEPTH))[None, None, :]
+        x = xs[first // DEPTH]
+        if HAS_OUT:
+            place = (row * COUNT + stream) * HIDDEN + at
+            tl.store(new_streams + place, x, (at < HIDDEN) & (row < rows) & (chunk + at * 0 == 0))
+        x = x.to(tl.float32)
+        squares += x * x
+        total += ws[first // DEPTH].to(tl.float32) * (x * (1.0 + norms[first // DEPTH].to(tl.float32)))
+    size = tl.rsqrt(tl.sum(squares, 2) / HIDDEN + eps)  # [ROWS, 1]
+    row = (tl.program_id(2) * ROWS + tl.arange(0, ROWS))[:, None]
+    tl.store(sizes + row * COUNT + stream, size, (row < rows) & (chunk + row * 0 == 0))
+    to = parts + (stream * rows + row) * OUTPUTS + line[None, :]
+    tl.store(to, tl.sum(total, 2) * size, (row < rows) & (line < OUTPUTS)[None, :])
 
 
 @triton.jit
-def project(
-    normed, weight, low, inject,
-    COUNT: tl.constexpr, HIDDEN: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """Program (ROWS outputs, row): of ``weight`` [RANK + COUNT, COUNT * HIDDEN], the down projection and
-    below it the injection's: ``low`` float32 [T, RANK], after silu, and ``inject`` float32 [T, COUNT], twice
-    the sigmoid."""
-    row = tl.program_id(1)
-    out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    width: tl.constexpr = COUNT * HIDDEN
-    total = tl.zeros((ROWS, DEPTH), tl.float32)
-    for first in range(0, width, DEPTH):
-        at = first + tl.arange(0, DEPTH)
-        here = (out < RANK + COUNT)[:, None] & (at < width)[None, :]
-        w = tl.load(weight + out[:, None] * width + at[None, :], here, 0.0).to(tl.float32)
-        total += w * tl.load(normed + row * width + at, at < width, 0.0)[None, :]
-    y = tl.sum(total, 1) / COUNT
-    tl.store(low + row * RANK + out, y * tl.sigmoid(y), out < RANK)
-    tl.store(inject + row * COUNT + out - RANK, 2.0 * tl.sigmoid(y), (out >= RANK) & (out < RANK + COUNT))
+def _joined(parts, row, rows, at, here, COUNT: tl.constexpr, OUTPUTS: tl.constexpr):
+    """The sums over the streams of some of ``parts``, over their number."""
+    y = tl.load(parts + row * OUTPUTS + at, here, 0.0)
+    for stream in tl.static_range(1, COUNT):
+        y += tl.load(parts + (stream * rows + row) * OUTPUTS + at, here, 0.0)
+    return y / COUNT
 
 
 @triton.jit
 def mix(
-    normed, low, weight, out,
-    COUNT: tl.constexpr, HIDDEN: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    new_streams, sizes, norm_weight, parts, weight, streams, out, inject, codes, scales, rows,
+    COUNT: tl.constexpr, STREAMS: tl.constexpr, HIDDEN: tl.constexpr, RANK: tl.constexpr,
+    OUTPUTS: tl.constexpr, K_PAD: tl.constexpr, HAS_OUT: tl.constexpr, QUANTISED: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (ROWS outputs, row): out [T, HIDDEN], the streams' mean, each weighed by the sigmoid of the up
-    projection ``weight`` [COUNT * HIDDEN, RANK]."""
-    row = tl.program_id(1)
-    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = at < HIDDEN
-    y = tl.zeros((ROWS,), tl.float32)
-    for stream in tl.static_range(COUNT):
-        total = tl.zeros((ROWS, DEPTH), tl.float32)
-        line = stream * HIDDEN + at
-        for first in range(0, RANK, DEPTH):
-            k = first + tl.arange(0, DEPTH)
-            known = here[:, None] & (k < RANK)[None, :]
-            w = tl.load(weight + line[:, None] * RANK + k[None, :], known, 0.0).to(tl.float32)
-            total += w * tl.load(low + row * RANK + k, k < RANK, 0.0)[None, :]
-        value = tl.load(normed + row * (COUNT * HIDDEN) + line, here, 0.0)
-        y += tl.sigmoid(tl.sum(total, 1)) * value
-    tl.store(out + row * HIDDEN + at, (y / COUNT).to(out.dtype.element_ty), here)
+    """Program (COLUMNS outputs, ROWS rows): ``out`` [T, HIDDEN], the mean of the normed streams, each weighed
+    by the sigmoid of the projection by ``weight`` [COUNT * HIDDEN, RANK] of the silu of what ``project`` left
+    first; QUANTISED: its rows, too. ``inject`` float32 [T, COUNT]: twice the sigmoid of what it left last.
+
+    ``new_streams`` is kept in ``streams`` where HAS_OUT. STREAMS: COUNT as a power of two.
+    """
+    begin = tl.program_id(0) * COLUMNS
+    first_row = tl.program_id(1) * ROWS
+    each = tl.arange(0, STREAMS * COLUMNS)
+    column, stream = begin + each % COLUMNS, each // COLUMNS
+    known = (column < HIDDEN) & (stream < COUNT)
+    line = stream * HIDDEN + column
+    start = weight + line.to(tl.int64)[None, :, None] * RANK
+    row = (first_row + tl.arange(0, ROWS))[:, None, None]
+    total = tl.zeros((ROWS, STREAMS * COLUMNS, DEPTH), tl.float32)
+    ws = ()
+    for first in tl.static_range(0, RANK, DEPTH):
+        at = (first + tl.arange(0, DEPTH))[None, None, :]
+        ws = ws + (tl.load(start + at, known[None, :, None] & (at < RANK), 0.0),)
+    # Loads are not put off beyond it.
+    tl.debug_barrier()
+    for first in tl.static_range(0, RANK, DEPTH):
+        at = (first + tl.arange(0, DEPTH))[None, None, :]
+        low = _joined(parts, row, rows, at, (row < rows) & (at < RANK), COUNT, OUTPUTS)
+        total += ws[first // DEPTH].to(tl.float32) * (low * tl.sigmoid(low))
+    row = (first_row + tl.arange(0, ROWS))[:, None]
+    here = (row < rows) & known[None, :]
+    place = row * (COUNT * HIDDEN) + line[None, :]
+    x = tl.load(new_streams + place, here, 0.0)
+    if HAS_OUT:
+        tl.store(streams + place, x, here)
+    size = tl.load(sizes + row * COUNT + stream[None, :], here, 0.0)
+    value = x.to(tl.float32) * size * (1.0 + tl.load(norm_weight + line, known, 0.0).to(tl.float32))[None, :]
+    y = tl.where(known[None, :], tl.sigmoid(tl.sum(total, 2)) * value, 0.0)
+    y = tl.sum(tl.reshape(y, [ROWS, STREAMS, COLUMNS]), 1) / COUNT  # [ROWS, COLUMNS]
+    at = (begin + tl.arange(0, COLUMNS))[None, :]
+    here = (row < rows) & (at < HIDDEN)
+    y = y.to(out.dtype.element_ty)
+    tl.store(out + row * HIDDEN + at, y, here)
+    if QUANTISED:
+        groups: tl.constexpr = COLUMNS // ACT_GROUP
+        code, scale = coded(tl.reshape(y.to(tl.float32), [ROWS * groups, ACT_GROUP]))
+        number = tl.arange(0, ROWS * groups)
+        of, group = first_row + number // groups, begin // ACT_GROUP + number % groups
+        mine = (of < rows) & (group < K_PAD // ACT_GROUP)
+        place = (of * K_PAD + group * ACT_GROUP)[:, None] + tl.arange(0, ACT_GROUP)[None, :]
+        tl.store(codes + place, code, mine[:, None])
+        tl.store(scales + of * (K_PAD // ACT_GROUP) + group, scale, mine)
+    if begin == 0:
+        to = tl.arange(0, STREAMS)[None, :]
+        live = (row < rows) & (to < COUNT) & (RANK + to < OUTPUTS)
+        amount = 2.0 * tl.sigmoid(_joined(parts, row, rows, RANK + to, live, COUNT, OUTPUTS))
+        tl.store(inject + row * COUNT + to, amount, live)
