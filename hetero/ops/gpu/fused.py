@@ -16,10 +16,10 @@ import torch
 import triton
 from torch import Tensor
 
-from hetero.formats import ACT_GROUP, BLOCK_ROWS, Format, padded_k
+from hetero.formats import ACT_GROUP, Format, padded_k
 from hetero.ops.gpu import expert_kernels, fused_kernels, linear_kernels
 from hetero.ops.gpu.matrix import PackedMatrix
-from hetero.ops.gpu.tuning import DEPTH_OF_WARP, STEPS_OF_WARP, Cut, cut_packed, cut_plain
+from hetero.ops.gpu.tuning import DEPTH_OF_WARP, STEPS_OF_WARP, Cut, cut_of
 
 _MOST_ROWS = 4
 
@@ -142,8 +142,9 @@ def _gated(
 def project(
     rows: Rows, m: PackedMatrix, out_dtype: torch.dtype = torch.bfloat16, *, cut: Cut | None = None
 ) -> Tensor:
-    """[T, n] in ``out_dtype``: the products of rows and a matrix, plus its bias; sums are float32, and the
-    same in every run, for whatever other rows there are. ``cut``: how, for measurements.
+    """[T, n] in ``out_dtype``: the products of rows and a matrix, plus its bias; sums are float32, the
+    same in every run, and up to their order for whatever other rows there are. ``cut``: how, for
+    measurements.
 
     Raises ValueError where the rows were not made for this matrix.
     """
@@ -153,21 +154,30 @@ def project(
         raise ValueError(f"{given} for a matrix of {m.k} inputs in {m.format}")
     out = torch.empty(count, m.n, dtype=out_dtype, device=rows.q.device)
     bias = out if m.bias is None else m.bias
-    few = min(triton.next_power_of_2(count), _MOST_ROWS)
-    common: dict[str, Any] = {"HAS_BIAS": m.bias is not None, "COUNT": few}
-    if m.format.quantised:
-        blocks, steps = -(-m.n // BLOCK_ROWS), sizes["K"] * m.format.code_bits // 32
-        cut = cut or cut_packed(steps, blocks)
-        linear_kernels.project_packed[(blocks, -(-count // few))](
+    same = rows.q.dtype == m.packed.dtype == torch.bfloat16
+    cut = cut or cut_of(m.n, sizes["K"], m.format.code_bits, rows=count, products=m.format.quantised or same)
+    few = (8 if count <= 8 else 16) if cut.stages else min(triton.next_power_of_2(count), _MOST_ROWS)
+    grid = (-(-m.n // cut.outputs), -(-count // few))
+    common: dict[str, Any] = {"HAS_BIAS": m.bias is not None, "COUNT": few, "num_warps": cut.warps, **sizes}
+    if m.format.quantised and cut.stages:
+        linear_kernels.project_packed_rows[grid](
+            m.packed, rows.q, rows.scales, bias, out, count, GROUPS=cut.tiles, STAGES=cut.stages,
+            ASM=out.is_cuda, **common,
+        )  # fmt: skip
+    elif m.format.quantised:
+        linear_kernels.project_packed[grid](
             m.packed, rows.q.view(torch.int32), rows.scales, bias, out, count,
-            STEPS=STEPS_OF_WARP * cut.warps, TILES=cut.tiles, AHEAD=False, ASM=out.is_cuda,
-            num_warps=cut.warps, **common, **sizes,
+            STEPS=STEPS_OF_WARP * cut.warps, TILES=cut.tiles, ASM=out.is_cuda, **common,
+        )  # fmt: skip
+    elif cut.stages:
+        linear_kernels.project_plain_rows[grid](
+            m.packed, rows.q, bias, out, count, rows.q.stride(0), PARTS=cut.tiles, STAGES=cut.stages,
+            TWIN=not out.is_cuda, **common,
         )  # fmt: skip
     else:
-        cut = cut or cut_plain(m.k, m.n, few)
-        linear_kernels.project_plain[(-(-m.n // cut.outputs), -(-count // few))](
-            m.packed, rows.q, bias, out, count, rows.q.stride(0), K=m.k, N=m.n, OUTPUTS=cut.outputs,
-            DEPTH=DEPTH_OF_WARP * cut.warps, TILES=cut.tiles, num_warps=cut.warps, **common,
+        linear_kernels.project_plain[grid](
+            m.packed, rows.q, bias, out, count, rows.q.stride(0), OUTPUTS=cut.outputs,
+            DEPTH=DEPTH_OF_WARP * cut.warps, TILES=cut.tiles, **common,
         )  # fmt: skip
     return out
 

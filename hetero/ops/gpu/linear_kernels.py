@@ -14,23 +14,6 @@ from hetero.ops.gpu.grouped_kernels import _decoded
 
 
 @triton.jit
-def _fetch_ahead(start, BYTES: tl.constexpr):
-    """Ask for BYTES, a multiple of 16, from the address ``start`` on to be brought into the L2 cache, by one
-    thread of a program: so much may be on its way that no registers could hold it."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 first, thread, 0;
-        @first cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [start.to(tl.int64), BYTES], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _step_dot(word, codes, step, here, FORMAT: tl.constexpr, ASM: tl.constexpr):
     """int32 [STEPS, 16]: the products of the words of some steps and a row's codes."""
     if FORMAT == INT4:
@@ -48,16 +31,14 @@ def project_packed(
     packed, q, qs, bias, out, rows,
     K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
     FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, COUNT: tl.constexpr, STEPS: tl.constexpr,
-    TILES: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
+    TILES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """out [rows, N] of rows that ``expert_kernels.quantise_rows`` made; program (16 outputs, COUNT rows).
 
-    TILES of STEPS of the block are on their way at once; AHEAD: all of it to the cache.
+    TILES of STEPS of the block are on their way at once.
     """
     block = tl.program_id(0)
     start = packed + block.to(tl.int64) * BLOCK_BYTES
-    if AHEAD and ASM:
-        _fetch_ahead(start, BLOCK_BYTES)
     per_step: tl.constexpr = 8 if FORMAT == INT4 else 4
     steps: tl.constexpr = K // per_step
     first_row = tl.program_id(1) * COUNT
@@ -132,6 +113,118 @@ def project_plain(
             y += tl.load(bias + output, output < N, 0.0).to(tl.float32)
         here = (output < N) & (output * 0 + first_row + i < rows)
         tl.store(out + (first_row + i) * N + output, y.to(out.dtype.element_ty), here)
+
+
+@triton.jit
+def _signed(byte, ASM: tl.constexpr):
+    """The numbers of int8 codes, which are 128 more."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "xor.b32 $0, $1, 0x80808080;", "=r,r", [byte], dtype=tl.int8, is_pure=True, pack=4
+        )
+    return (byte.to(tl.int32) ^ 128).to(tl.int8)
+
+
+@triton.jit
+def _nibbles(byte, HIGH: tl.constexpr, ASM: tl.constexpr):
+    """The numbers of int4 codes, which are 8 more, in one half of bytes."""
+    if ASM:
+        if HIGH:
+            byte = tl.inline_asm_elementwise(
+                "shr.u32 $0, $1, 4;", "=r,r", [byte], dtype=tl.int8, is_pure=True, pack=4
+            )
+        # No byte borrows from the next one.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            lop3.b32 t, $1, 0x0f0f0f0f, 0x80808080, 0xea;
+            sub.u32 t, t, 0x08080808;
+            xor.b32 $0, t, 0x80808080;
+            }""",
+            "=r,r", [byte], dtype=tl.int8, is_pure=True, pack=4,
+        )  # fmt: skip
+    code = byte.to(tl.int32)
+    return (((code >> 4) & 15 if HIGH else code & 15) - 8).to(tl.int8)
+
+
+@triton.jit
+def project_packed_rows(
+    packed, q, qs, bias, out, rows,
+    K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, COUNT: tl.constexpr, GROUPS: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """As ``project_packed``, on tensor cores: each group of 32 inputs is a product of its own, whose sums are
+    exact; program (16 outputs, COUNT rows, 8 or 16). STAGES of GROUPS are on their way at once."""
+    block, first_row = tl.program_id(0), tl.program_id(1) * COUNT
+    start = packed + block.to(tl.int64) * BLOCK_BYTES
+    halves = (start + SCALES_AT).to(tl.pointer_type(tl.float16))
+    groups: tl.constexpr = K // ACT_GROUP
+    group_bytes: tl.constexpr = 256 if FORMAT == INT4 else 512
+    each = tl.arange(0, GROUPS)
+    row = first_row + tl.arange(0, COUNT)
+    live = row < rows
+    output = tl.arange(0, ROWS)
+    total = tl.zeros((GROUPS, ROWS, COUNT), tl.float32)
+    for begin in tl.range(0, groups, GROUPS, num_stages=STAGES):
+        byte = tl.arange(0, GROUPS * group_bytes)
+        packs = tl.load(start + begin * group_bytes + byte, byte // group_bytes < groups - begin, 0)
+        group = begin + each
+        at = halves + (group * ACT_GROUP // GROUP * ROWS)[:, None] + output[None, :]
+        scale = tl.load(at, (group < groups)[:, None], 0.0).to(tl.float32)
+        k = group[:, None, None] * ACT_GROUP + tl.arange(0, ACT_GROUP)[None, :, None]
+        known = (group < groups)[:, None, None] & live[None, None, :]
+        codes = tl.load(q + row[None, None, :] * K + k, known, 0)
+        at = qs + row[None, :] * groups + group[:, None]
+        act_scale = tl.load(at, (group < groups)[:, None] & live[None, :], 0.0)
+        if FORMAT == INT4:
+            byte = tl.reshape(packs, [GROUPS, 4, ROWS, 4])
+            both = tl.join(_nibbles(byte, False, ASM), _nibbles(byte, True, ASM))  # step, output, k, half
+            w = tl.reshape(tl.permute(both, (0, 2, 1, 4, 3)), [GROUPS, ROWS, ACT_GROUP])
+        else:
+            byte = tl.reshape(_signed(packs, ASM), [GROUPS, 8, ROWS, 4])
+            w = tl.reshape(tl.permute(byte, (0, 2, 1, 3)), [GROUPS, ROWS, ACT_GROUP])
+        dot = tl.dot(w, codes, out_dtype=tl.int32).to(tl.float32)
+        total += dot * (scale[:, :, None] * act_scale[:, None, :])
+    y = tl.sum(total, 0)  # [16, COUNT]
+    at = block * ROWS + output
+    if HAS_BIAS:
+        y += tl.load(bias + at, at < N, 0.0).to(tl.float32)[:, None]
+    here = (at < N)[:, None] & live[None, :]
+    tl.store(out + row[None, :] * N + at[:, None], y.to(out.dtype.element_ty), here)
+
+
+@triton.jit
+def project_plain_rows(
+    weight, x, bias, out, rows, stride,
+    K: tl.constexpr, N: tl.constexpr, HAS_BIAS: tl.constexpr, COUNT: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, TWIN: tl.constexpr,
+):  # fmt: skip
+    """As ``project_plain`` of bf16, on tensor cores: PARTS of 64 inputs are products of their own; program
+    (16 outputs, COUNT rows, 8 or 16). STAGES of PARTS are on their way at once."""
+    depth: tl.constexpr = 64
+    first_row = tl.program_id(1) * COUNT
+    row = first_row + tl.arange(0, COUNT)
+    live = row < rows
+    output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    known = (output < N)[None, :, None]
+    line = weight + output.to(tl.int64)[None, :, None] * K
+    each = tl.arange(0, PARTS)[:, None, None] * depth
+    total = tl.zeros((PARTS, ROWS, COUNT), tl.float32)
+    for begin in tl.range(0, K, PARTS * depth, num_stages=STAGES):
+        at = begin + each + tl.arange(0, depth)[None, None, :]
+        w = tl.load(line + at, known & (at < K), 0.0)
+        at = begin + each + tl.arange(0, depth)[None, :, None]
+        value = tl.load(x + row[None, None, :] * stride + at, live[None, None, :] & (at < K), 0.0)
+        if TWIN:
+            total += tl.dot(w.to(tl.float32), value.to(tl.float32), input_precision="ieee")
+        else:
+            total += tl.dot(w, value)
+    y = tl.sum(total, 0)
+    if HAS_BIAS:
+        y += tl.load(bias + output, output < N, 0.0).to(tl.float32)[:, None]
+    here = (output < N)[:, None] & live[None, :]
+    tl.store(out + row[None, :] * N + output[:, None], y.to(out.dtype.element_ty), here)
 
 
 @triton.jit

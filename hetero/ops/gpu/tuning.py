@@ -18,24 +18,27 @@ DEPTH_OF_WARP = 256
 
 
 class Cut(NamedTuple):
-    """Of a program: its warps, the tiles that are on their way at once, and for plain weights its outputs."""
+    """Of a program: its warps; the tiles that are on their way at once; its outputs; with ``stages``, of
+    products on tensor cores, how many steps are on their way, ``tiles`` groups of 32 (plain: parts of 64)
+    each."""
 
     warps: int
     tiles: int
     outputs: int = 16
+    stages: int = 0
 
 
-def cut_packed(steps: int, blocks: int) -> Cut:
-    """Of ``blocks`` packed blocks of so many steps."""
+def cut_of(n: int, k: int, bits: int, *, rows: int, products: bool) -> Cut:
+    """Of n outputs of k inputs with weights of so many bits, 16: not packed. ``products``: whether tensor
+    cores can multiply them."""
+    if rows > 1 and products:
+        return Cut(4, 16 if bits < 16 else 4, stages=5)
+    if bits >= 16:
+        outputs = 2 if k > 4096 or n <= 400 or rows > 1 else 4
+        return Cut(*_fewest(k, DEPTH_OF_WARP, MOST_WARPS, 6), outputs)
     # Few blocks have to fill the GPU each with much; of many, those that wait hide each other's beginnings.
-    widest = MOST_WARPS if blocks <= 400 else 4
-    return Cut(*_fewest(steps, STEPS_OF_WARP, widest, 6))
-
-
-def cut_plain(k: int, n: int, rows: int) -> Cut:
-    """Of n outputs of k inputs, row by row; ``rows`` of activations at a time."""
-    outputs = 2 if k > 4096 or n <= 400 or rows > 1 else 4
-    return Cut(*_fewest(k, DEPTH_OF_WARP, MOST_WARPS, 6), outputs)
+    widest = MOST_WARPS if n <= 6400 else 4
+    return Cut(*_fewest(k * bits // 32, STEPS_OF_WARP, widest, 6))
 
 
 def _fewest(length: int, each: int, widest: int, most: int) -> tuple[int, int]:
