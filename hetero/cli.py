@@ -108,7 +108,10 @@ SetOption = Annotated[
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option(help="Of dense layers: float32 (the default), bfloat16 or float16; with --auto the plan's."),
+    typer.Option(
+        help="Of dense layers: float32 (the default), bfloat16 (with fused layers) or float16; "
+        "with --auto the plan's."
+    ),
 ]
 AutoOption = Annotated[
     bool, typer.Option("--auto", help="Plan for this machine: formats and places that fit, as a rule file.")
@@ -128,6 +131,16 @@ PackCacheOption = Annotated[
         metavar="WORD|DIR",
         help="Files of packed experts: auto uses them, write also makes them, off; or a folder for both.",
     ),
+]
+VramOption = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Most of a GPU's memory to take, all included, e.g. 24GiB."),
+]
+CtxOption = Annotated[
+    int | None, typer.Option(help="Most tokens of prompt and answer; default: the model's.")
+]
+HandoffOption = Annotated[
+    str, typer.Option(help="Between a graph and the CPU, with fused layers: auto, memop, spin or hostfunc.")
 ]
 TemperatureOption = Annotated[float, typer.Option(help="0 takes the most likely token.")]
 TopKOption = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.")]
@@ -154,6 +167,7 @@ def run(
     model: ModelArg = None,
     *,
     revision: RevisionOption = None,
+    ctx: CtxOption = None,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="What to answer.")
     ] = None,
@@ -170,6 +184,8 @@ def run(
     threads: ThreadsOption = None,
     tier: TierOption = None,
     ram: RamOption = None,
+    vram: VramOption = None,
+    handoff: HandoffOption = "auto",
     pack_cache: PackCacheOption = "auto",
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -209,7 +225,7 @@ def run(
     )
     # What is wrong with the request is told before the weights are read, which may take minutes.
     stops = tuple(stop or ())
-    store = _store(tier, ram, pack_cache)
+    store, size = _store(tier, ram, pack_cache), _vram(vram)
     request = Request(tuple(_ANY_PROMPT if given_ids is None else given_ids), sampling, max_tokens, stops)
 
     loaded = _load(
@@ -221,6 +237,9 @@ def run(
         threads=threads,
         store=store,
         auto=auto,
+        context=ctx,
+        vram=size,
+        handoff=handoff,
     )
     ids = given_ids if given_ids is not None else _prompt_ids(loaded, prompt or "", system, raw)
     request = dataclasses.replace(request, prompt=tuple(ids), ignore_eos=ignore_eos)
@@ -240,6 +259,7 @@ def chat(
     model: ModelArg = None,
     *,
     revision: RevisionOption = None,
+    ctx: CtxOption = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     rules: RulesOption = None,
     set_: SetOption = None,
@@ -249,6 +269,8 @@ def chat(
     threads: ThreadsOption = None,
     tier: TierOption = None,
     ram: RamOption = None,
+    vram: VramOption = None,
+    handoff: HandoffOption = "auto",
     pack_cache: PackCacheOption = "auto",
     temperature: TemperatureOption = 0.7,
     top_k: TopKOption = 0,
@@ -276,7 +298,7 @@ def chat(
         seed=seed,
     )
     asked = Request(_ANY_PROMPT, sampling, max_tokens, tuple(stop or ()))
-    store = _store(tier, ram, pack_cache)
+    store, size = _store(tier, ram, pack_cache), _vram(vram)
 
     loaded = _load(
         *_folder(model, revision),
@@ -287,6 +309,9 @@ def chat(
         threads=threads,
         store=store,
         auto=auto,
+        context=ctx,
+        vram=size,
+        handoff=handoff,
     )
     tokenizer = loaded.tokenizer
     if tokenizer is None:
@@ -326,9 +351,7 @@ def serve(
     ] = None,
     slots: Annotated[int, typer.Option(help="Requests that run at once.")] = 8,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; one more is answered 429.")] = 64,
-    ctx: Annotated[
-        int | None, typer.Option(help="Most tokens of a request, prompt and answer; default: the model's.")
-    ] = None,
+    ctx: CtxOption = None,
     kv_tokens: Annotated[int | None, typer.Option(help="Tokens that the KV cache holds in all.")] = None,
     prefix_cache: Annotated[
         bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Reuse what earlier prompts began with.")
@@ -352,6 +375,8 @@ def serve(
     threads: ThreadsOption = None,
     tier: TierOption = None,
     ram: RamOption = None,
+    vram: VramOption = None,
+    handoff: HandoffOption = "auto",
     pack_cache: PackCacheOption = "auto",
     trace: TraceOption = None,
     no_stats: StatsOption = False,
@@ -362,7 +387,7 @@ def serve(
     from hetero.server.serve import serve as serve_model
     from hetero.server.state import Limits
 
-    store = _store(tier, ram, pack_cache)
+    store, size = _store(tier, ram, pack_cache), _vram(vram)
     keys = read_keys(api_key_file)
     policy = Policy(keys=keys, origins=tuple(cors_origin or ()), body_bytes=max_body)
     options = Options(
@@ -401,6 +426,8 @@ def serve(
                 auto=auto,
                 context=ctx,
                 concurrency=slots,
+                vram=size,
+                handoff=handoff,
             )
 
         with to_file(trace, terminal.note):
@@ -432,6 +459,15 @@ def _store(tier: str | None, ram: str | None, pack_cache: str) -> StoreOptions:
     return StoreOptions(pack_cache, tier)
 
 
+def _vram(text: str | None) -> int | None:
+    from hetero.hw.memory import parse_bytes
+
+    try:
+        return None if text is None else parse_bytes(text)
+    except InputError as error:
+        raise InputError(f"--vram {error}") from None
+
+
 def _load(
     folder: Path,
     name: str,
@@ -445,6 +481,8 @@ def _load(
     auto: bool = False,
     context: int | None = None,
     concurrency: int = 1,
+    vram: int | None = None,
+    handoff: str = "auto",
 ) -> Loaded:
     from hetero.rules.variables import parse_set
 
@@ -454,9 +492,14 @@ def _load(
     if threads is not None and not 1 <= threads <= MAX_THREADS:
         raise InputError(f"--threads {threads}: must be from 1 to {MAX_THREADS}")
 
-    from hetero.engine.load import load_model
+    if context is not None and context < 2:
+        raise InputError(f"--ctx {context}: must be at least 2")
+
+    from hetero.engine.gpu.loading import gpu_options
+    from hetero.engine.load import load_model, with_context
     from hetero.model import hf
 
+    gpu = gpu_options(vram, slots=concurrency, context=context, handoff=handoff)
     hf.quiet()
     if auto:
         import torch
@@ -465,7 +508,8 @@ def _load(
 
         device = None
         if torch.cuda.is_available():
-            device = (torch.cuda.get_device_name(0), torch.cuda.mem_get_info(0)[0])
+            free = torch.cuda.mem_get_info(0)[0]
+            device = (torch.cuda.get_device_name(0), free if vram is None else min(vram, free))
         chosen = plan_run(folder, name, context=context, concurrency=concurrency, device=device)
         terminal.note(chosen.note)
         rules, dtype = str(chosen.rules), dtype or chosen.dtype
@@ -474,16 +518,17 @@ def _load(
             folder,
             rules=rules,
             overrides=overrides,
-            dtype=dtype or "float32",
+            dtype=dtype,
             isa=isa,
             threads=threads,
             progress=progress,
             store=store,
+            gpu=gpu,
             tell=lambda text: terminal.note(f"note: {text}"),
         )
     for text in loaded.notes:
         terminal.note(f"note: {text}")
-    return dataclasses.replace(loaded, name=name)
+    return with_context(dataclasses.replace(loaded, name=name), context)
 
 
 def _folder(model: str | None, revision: str | None) -> tuple[Path, str]:

@@ -20,6 +20,7 @@ from hetero.config import ISAS, settings
 from hetero.core import InputError, ModuleInfo
 from hetero.engine.experts import ExpertsOnTiers, Ready, StoreOptions, pack_experts
 from hetero.engine.generate import Runnable
+from hetero.engine.gpu.loading import FUSED_DTYPE, GpuOptions, Graphs
 from hetero.engine.packing import Packed
 from hetero.engine.tiers import with_tier
 from hetero.model.build import build_meta, describe
@@ -73,20 +74,24 @@ def load_model(
     *,
     rules: str | Path | None = None,
     overrides: Mapping[str, str] | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     isa: str = "auto",
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     store: StoreOptions | None = None,
+    gpu: GpuOptions | None = None,
     tell: Callable[[str], None] = log.info,
 ) -> Loaded:
     """Load a checkpoint folder or a GGUF file under a rule file (None: the shipped one of its family); of a
     config.json alone, a model of random weights (``engine.synthetic``).
 
-    ``overrides`` are the rule file's variables; ``isa`` other than "auto" wins over the rules'. ``progress``
-    is called with bytes read and all bytes, ``tell`` with what takes long before it begins. Raises InputError
-    for what is wrong with folder, rules or options, MachineError for a missing instruction set or too little
-    memory.
+    ``overrides`` are the rule file's variables; ``dtype`` is of dense layers, None: bfloat16 where the rules
+    fuse layers, else float32; ``isa`` other than "auto" wins over the rules'. ``progress`` is called with
+    bytes read and all bytes, ``tell`` with what takes long before it begins. ``gpu``: for the memory of GPUs,
+    and for fused layers.
+
+    Raises InputError for what is wrong with folder, rules or options, MachineError for a missing instruction
+    set or too little memory.
     """
     began = time.perf_counter()
     store = store or StoreOptions()
@@ -103,40 +108,45 @@ def load_model(
             threads=threads,
             tier=store.tier,
             progress=progress,
+            gpu=gpu,
         )
     set_threads(threads)
     ready = prepare(folder, rules=rules, overrides=overrides, dtype=dtype, isa=isa, tier=store.tier)
-    config, model, placement = ready.config, ready.model, ready.placement
+    config, model, placement, dtype = ready.config, ready.model, ready.placement, ready.dtype
+    graphs = Graphs(model, placement, dtype, gpu)
     checkpoint, plan = ready.checkpoint, ready.plan
     tokenizer = load_tokenizer(folder)
     experts = ExpertsOnTiers(ready, store, progress, tell)
     placement = experts.placement
     injected = inject.apply(model, placement)
     filled = experts.fill(injected.sinks)
-    report = load(
-        model,
-        checkpoint,
-        {name: sink for name, sink in injected.sinks.items() if name not in filled},
-        dtype=DTYPES[dtype],
-        device=lambda name: placement.device_of(name.rpartition(".")[0]) or "cpu",
-        progress=progress,
-        plan=plan,
-        filled=filled,
-    )
-    experts.keep(injected.sinks)
-    inject.finish(model)
+    with graphs.enough_memory():
+        report = load(
+            model,
+            checkpoint,
+            {name: sink for name, sink in injected.sinks.items() if name not in filled},
+            dtype=DTYPES[dtype],
+            device=lambda name: placement.device_of(name.rpartition(".")[0]) or "cpu",
+            progress=progress,
+            plan=plan,
+            filled=filled,
+        )
+        experts.keep(injected.sinks)
+        inject.finish(model)
     connect(model, placement)
     watch_steps(model)
     text: Any = config.get_text_config(decoder=True)
+    runner = graphs.fuse(context_limit(text))
     runnable = Runnable(
         model=model,
         vocabulary=int(text.vocab_size),
         tokenizer=tokenizer,
-        context=context_limit(text),
+        context=context_limit(text) if runner is None else runner.context,
         eos=eos_ids(folder, text, tokenizer),
         whole_prompt=config.model_type in WHOLE_PROMPT,
         kernels=kernels,
         load_s=time.perf_counter() - began,
+        runner=runner,
     )
     return Loaded(
         runnable=runnable,
@@ -146,8 +156,18 @@ def load_model(
         dtype=dtype,
         placement=placement,
         expert_bytes=injected.expert_bytes,
-        notes=(*placement.notes, *report.lines(), *experts.notes),
+        notes=(*placement.notes, *report.lines(), *experts.notes, *graphs.notes),
     )
+
+
+def with_context(loaded: Loaded, context: int | None) -> Loaded:
+    """With at most ``context`` tokens of prompt and answer. Raises InputError for more than the model has."""
+    runnable = loaded.runnable
+    if context is None:
+        return loaded
+    if runnable.context is not None and context > runnable.context:
+        raise InputError(f"--ctx {context}: the context of this model holds {runnable.context} tokens")
+    return replace(loaded, runnable=replace(runnable, context=context))
 
 
 def stats_recorder(loaded: Loaded, say: Callable[[str], None]) -> Recorder:
@@ -162,13 +182,13 @@ def prepare(
     *,
     rules: str | Path | None = None,
     overrides: Mapping[str, str] | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     isa: str = "auto",
     tier: str | None = None,
 ) -> Ready:
     """Everything of ``load_model`` that comes before weights and memory. Raises InputError."""
     config = load_config(folder)
-    model, modules, placement = place(
+    model, modules, placement, dtype = place(
         config, folder, rules=rules, overrides=overrides, dtype=dtype, isa=isa, tier=tier
     )
     checkpoint = open_source(folder)
@@ -185,12 +205,17 @@ def place(
     *,
     rules: str | Path | None,
     overrides: Mapping[str, str] | None,
-    dtype: str,
+    dtype: str | None,
     isa: str,
     tier: str | None,
-) -> tuple[Any, Sequence[ModuleInfo], Placement]:
-    """The tree of a configuration without weights, its modules, and what rules make of them. ``folder`` is
-    where the configuration is from. Raises InputError."""
+) -> tuple[Any, Sequence[ModuleInfo], Placement, str]:
+    """The tree of a configuration without weights, its modules, what rules make of them, and the type of
+    dense layers. ``folder`` is where the configuration is from. Raises InputError."""
+    if dtype is None:
+        found = place(config, folder, rules=rules, overrides=overrides, dtype="float32", isa=isa, tier=tier)
+        if not any(one.op == "fused" for one in found[2].assignments):
+            return found
+        dtype = FUSED_DTYPE
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
     if isa not in ISAS:
@@ -211,7 +236,7 @@ def place(
         ruleset, modules, devices=devices, ops=schemas_for(op_names()), model_type=config.model_type
     )
     placement = with_tier(_with_isa(placement, isa), tier)
-    return model, modules, placement
+    return model, modules, placement, dtype
 
 
 def context_limit(text_config: Any) -> int | None:

@@ -14,6 +14,7 @@ from hetero import inject
 from hetero.core import ExpertSpec, InputError
 from hetero.cpu import pack_matrix
 from hetero.engine.answer import Runnable
+from hetero.engine.gpu.loading import GpuOptions, Graphs
 from hetero.engine.load import DTYPES, Loaded, context_limit, kernels, place, set_threads
 from hetero.formats import Format, block_bytes, packed_bytes
 from hetero.model.config import load_config
@@ -37,12 +38,13 @@ def load_synthetic(
     layers: int | None = None,
     rules: str | Path | None = None,
     overrides: Mapping[str, str] | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     isa: str = "auto",
     threads: int | None = None,
     tier: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     seed: int = 0,
+    gpu: GpuOptions | None = None,
 ) -> Loaded:
     """A model of a config.json's shape, or of a configuration, with random weights; ``layers``: at most so
     many. The other arguments are those of ``engine.load.load_model``, and so are the errors."""
@@ -57,9 +59,10 @@ def load_synthetic(
             raise InputError(f"--layers {layers}: must be at least 1")
         data = cut_layers(data, layers)
     config = load_config(data)
-    model, _, placement = place(
+    model, _, placement, dtype = place(
         config, folder, rules=rules, overrides=overrides, dtype=dtype, isa=isa, tier=tier
     )
+    graphs = Graphs(model, placement, dtype, gpu)
     injected = inject.apply(model, placement)
     fill_experts(injected.sinks, progress, seed)
     _fill_linears(model, seed)
@@ -73,13 +76,15 @@ def load_synthetic(
     connect(model, placement)
     watch_steps(model)
     text: Any = config.get_text_config(decoder=True)
+    runner = graphs.fuse(context_limit(text))
     runnable = Runnable(
         model=model,
         vocabulary=int(text.vocab_size),
-        context=context_limit(text),
+        context=context_limit(text) if runner is None else runner.context,
         whole_prompt=config.model_type in WHOLE_PROMPT,
         kernels=kernels,
         load_s=time.perf_counter() - began,
+        runner=runner,
     )
     return Loaded(
         runnable=runnable,
@@ -89,7 +94,7 @@ def load_synthetic(
         dtype=dtype,
         placement=placement,
         expert_bytes=injected.expert_bytes,
-        notes=(*placement.notes, *notes),
+        notes=(*placement.notes, *notes, *graphs.notes),
         synthetic=True,
     )
 

@@ -14,15 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
 
-from hetero.core import HeteroError, InputError, MachineError
-from hetero.engine.load import stats_recorder
+from hetero.core import HeteroError, MachineError
+from hetero.engine.load import stats_recorder, with_context
 from hetero.engine.scheduler import Scheduler
 from hetero.ops.experts import CpuExpertsOp
 from hetero.ops.watch import disk_experts, disk_reads
@@ -127,13 +127,7 @@ def _loaded(load: Callable[[], Loaded], stop: _Stop) -> Loaded:
 
 def _start(loaded: Loaded, options: Options) -> Scheduler:
     """A started scheduler. Raises InputError for a context that the model does not have."""
-    runnable = loaded.runnable
-    if options.context is not None:
-        if runnable.context is not None and options.context > runnable.context:
-            raise InputError(
-                f"--ctx {options.context}: the context of this model holds {runnable.context} tokens"
-            )
-        runnable = replace(runnable, context=options.context)
+    runnable = with_context(loaded, options.context).runnable
     engine = Scheduler(
         runnable,
         slots=options.slots,

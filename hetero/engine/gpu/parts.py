@@ -15,6 +15,9 @@ class Experts(Protocol):
     def nbytes(self) -> int:
         """Bytes of GPU memory that they hold."""
 
+    def forget(self) -> None:
+        """A recording was given up: what was submitted will not be collected."""
+
 
 class Shared(Protocol):
     """What the experts of all layers have in common; ``hybrid_shared.HybridShared``."""
@@ -26,8 +29,12 @@ class Shared(Protocol):
 class Decoder(Protocol):
     """One step of a model as kernels that a graph can hold; ``hetero.decode.Decoder``."""
 
-    vocabulary: int
-    state_bytes: int  # of keys, values and recurrent states
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def state_bytes(self) -> int:
+        """Of keys, values and recurrent states."""
 
     def inputs(self, rows: int) -> Any:
         """A ``StepInputs`` of fresh static tensors."""

@@ -8,7 +8,7 @@ likely token and its copy back. On the CPU the same code runs without graphs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,8 +55,11 @@ class GpuRunner:
 
     ``slots``: sequences at once. ``context``: most tokens of one. ``rows``: sizes of graphs. ``eager``: no
     graphs, which on the CPU is so in any case. ``shared``: what the experts have in common. ``wait``: how the
-    host waits, one of ``graphs.WAITS``. ``chunk``: tokens of a prompt that are read at once. One thread at a
-    time. Call ``capture`` before the first step, once weights and options will not change any more.
+    host waits, one of ``graphs.WAITS``. ``chunk``: tokens of a prompt that are read at once. ``closing``: is
+    called at the end.
+
+    One thread at a time. Call ``capture`` before the first step, once weights and options will not change any
+    more.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class GpuRunner:
         shared: Shared | None = None,
         wait: str = "block",
         chunk: int | None = None,
+        closing: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.decoder, self.experts, self.handoff = decoder, list(experts), handoff
         self.slots, self.context, self.rows = slots, context, tuple(sorted(rows))
@@ -93,6 +97,7 @@ class GpuRunner:
         self._free = list(range(slots - 1, -1, -1))
         self._length = [0] * slots
         self._last: list[list[int]] = [[] for _ in range(slots)]
+        self._closing = closing
         self._closed = False
 
     @property
@@ -206,6 +211,8 @@ class GpuRunner:
         self.eager, self.why_eager = True, str(error)
         if self.handoff is not None:
             self.handoff.forget(LANE)
+        for one in self.experts:
+            one.forget()
         log.warning("the step cannot be captured as a graph and runs eagerly: %s", error)
 
     @property
@@ -239,6 +246,8 @@ class GpuRunner:
         self._tracing.close()
         if self.handoff is not None:
             self.handoff.close()
+        for close in self._closing:
+            close()
 
     # -- one step
 

@@ -234,6 +234,10 @@ class HybridExperts:
         self.cache.move(ids)
         stamps.lap_moves(self.cache.totals[2:], self.cache.stride)
 
+    def forget(self) -> None:
+        """A recording was given up: what was submitted will not be collected."""
+        self._pending.clear()
+
     def prefill(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x bf16 [T, hidden], ids int64 [T, k], weights float32 [T, k], any T -> float32 [T, hidden];
         outside graphs, waits for the device."""

@@ -1,0 +1,205 @@
+"""From a loaded tree whose layers a rule asks to fuse to the runner that makes its steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hetero.core import InputError
+from hetero.cpu import CpuExperts
+from hetero.decode.decoder import Decoder
+from hetero.decode.experts import DirectExperts
+from hetero.engine.gpu import share
+from hetero.engine.gpu.loading import GpuOptions
+from hetero.engine.gpu.port import LanePort
+from hetero.engine.gpu.room import CacheWish, cache_slots, default_context, workspace
+from hetero.engine.gpu.runner import ROWS, GpuRunner
+from hetero.engine.gpu.vram import Vram
+from hetero.engine.handoff import Handoff
+from hetero.hw.memory import gib
+from hetero.ops.experts import CpuExpertsOp
+from hetero.ops.gpu.hybrid import DirectPort, HybridExperts
+from hetero.ops.gpu.hybrid_shared import HybridShared
+from hetero.ops.gpu.launch import check_format
+from hetero.ops.gpu.pinned import PinnedArena, pin_all
+from hetero.rules import Placement
+from hetero.rules.gpu_options import CacheSize
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The experts of one MoE layer and what their rule says of them."""
+
+    experts: CpuExperts
+    rule: str
+    cache: CacheSize
+    share: float | None
+
+
+class Fusing:
+    """One call of ``fuse``."""
+
+    def __init__(
+        self, model: Any, sites: Sequence[Site], device: str, options: GpuOptions, say: Callable[[str], None]
+    ) -> None:
+        self.model, self.sites, self.options, self.say = model, sites, options, say
+        self.device = torch.device(device)
+        self.experts = [site.experts for site in sites]
+        self.text = model.config.get_text_config(decoder=True)
+        self.rows = options.rows or tuple(n for n in ROWS if n < 2 * options.slots)
+
+    def runner(self, vram: Vram | None, limit: int | None) -> GpuRunner:
+        options = self.options
+        if options.context is not None and limit is not None and options.context > limit:
+            raise InputError(f"--ctx {options.context}: the context of this model holds {limit} tokens")
+        context = options.context or default_context(self.text, options.slots, limit, vram)
+        decoder = Decoder(
+            self.model,
+            [DirectExperts(one) for one in self.experts],
+            slots=options.slots,
+            context=context,
+            device=self.device,
+        )
+        handoff = self._handoff() if vram is not None else None
+        shared, hybrid = self._hybrid(vram, handoff)
+        decoder.experts[:] = hybrid
+        if vram is not None:
+            vram.hold()
+        runner = GpuRunner(
+            decoder,
+            hybrid,
+            handoff=handoff,
+            slots=options.slots,
+            context=context,
+            rows=self.rows,
+            eager=options.eager,
+            shared=shared,
+            wait=options.wait,
+            chunk=options.chunk,
+            closing=[one.arena.close for one in hybrid if one.arena is not None],
+        )
+        if handoff is not None:
+            # A process must not end while the worker lives.
+            weakref.finalize(runner, handoff.close)
+        runner.capture()
+        if vram is not None:
+            vram.require(0, "captured graphs")
+            self.say(f"sequences hold up to {context} tokens; {gib(vram.used)} of GPU memory are in use")
+        return runner
+
+    def _handoff(self) -> Handoff:
+        options = self.options
+        top_k = {one.spec.top_k for one in self.experts}
+        handoff = Handoff(
+            self.experts,
+            rows=max(self.rows),
+            slots=max(top_k),
+            device=self.device,
+            backend=options.handoff,
+        )
+        self.say(f"hand-off by {handoff.backend.name} ({handoff.backend.why})")
+        return handoff
+
+    def _hybrid(
+        self, vram: Vram | None, handoff: Handoff | None
+    ) -> tuple[HybridShared, list[HybridExperts]]:
+        arenas = self._arenas()
+        shared = HybridShared(self.device)
+        slots = [0] * len(self.experts)
+        if arenas:
+            self._split(shared, arenas)
+            wishes = [
+                CacheWish(len(arena.view), arena.view.shape[1], site.cache, site.rule)
+                for arena, site in zip(arenas, self.sites, strict=True)
+            ]
+            left = None if vram is None else vram.left
+            slots = cache_slots(wishes, left, workspace(self.text, self.options.chunk))
+            held = sum(n * wish.expert_bytes for n, wish in zip(slots, wishes, strict=True))
+            count = sum(wish.experts for wish in wishes)
+            self.say(f"{sum(slots)} of {count} experts lie in GPU memory too, {gib(held)}")
+        port = DirectPort(self.experts, max(self.rows), self.device) if handoff is None else LanePort(handoff)
+        hybrid = []
+        for layer, one in enumerate(self.experts):
+            arena = arenas[layer] if arenas else None
+            hybrid.append(HybridExperts(one, layer, port, shared, slots=slots[layer], arena=arena))
+        return shared, hybrid
+
+    def _arenas(self) -> list[PinnedArena]:
+        """The experts' memory as the device sees it; empty where it cannot read it and no rule asks for more
+        than the CPU."""
+        try:
+            for one in self.experts:
+                check_formats(one, self.device)
+            return pin_all(self.experts, self.device)
+        except InputError as error:
+            if any(site.share or site.cache.of(1 << 40) for site in self.sites):
+                raise
+            self.say(f"the CPU computes all experts: {error}")
+            return []
+
+    def _split(self, shared: HybridShared, arenas: Sequence[PinnedArena]) -> None:
+        """What the GPU reads in place: as rules say, else as measured."""
+        told = {site.share for site in self.sites}
+        if len(told) > 1:
+            words = ", ".join(sorted("auto" if one is None else f"{one:g}" for one in told))
+            raise InputError(f"experts: 'share' is one for all layers, and the rules say {words}")
+        (said,) = told
+        if said is not None:
+            shared.set_share(said)
+        elif self.device.type == "cuda":
+            rates = share.measure(self.experts, arenas, self.device)
+            size = arenas[0].view.shape[1]
+            shared.balance(rates.cpu / size, rates.bus / size)
+            self.say(
+                f"the GPU reads about {rates.share:.0%} of the experts that it lacks (measured: "
+                f"{rates.bus / 1e9:.0f} GB/s over the bus, {rates.cpu / 1e9:.0f} by the CPU)"
+            )
+
+
+def check_formats(experts: CpuExperts, device: torch.device) -> None:
+    """Raises InputError for experts that a GPU's kernels cannot compute."""
+    check_format(experts.spec, experts.format, device)
+    if experts.down_format != experts.format:
+        raise InputError(f"experts in {experts.format}, down in {experts.down_format}: GPUs read one format")
+
+
+def fuse(
+    model: Any,
+    placement: Placement,
+    device: str,
+    options: GpuOptions,
+    *,
+    vram: Vram | None = None,
+    limit: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> GpuRunner:
+    """The runner over a tree whose weights are there. ``device``: of its layers; "cpu": steps without graphs.
+    ``vram``: made before the process used the device. ``limit``: tokens that the model itself can attend to.
+    ``say``: what was decided, a sentence each.
+
+    Raises InputError for a model or rules whose steps cannot be fused, MachineError where memory is lacking.
+    """
+    if vram is None and torch.device(device).type == "cuda":
+        vram = Vram(device, options.vram)
+    return Fusing(model, find_sites(model, placement), device, options, say).runner(vram, limit)
+
+
+def find_sites(model: Any, placement: Placement) -> list[Site]:
+    """Of each MoE layer in order. Raises InputError for experts that cannot be handed off."""
+    sites = []
+    for name, module in model.named_modules():
+        if not isinstance(module, CpuExpertsOp):
+            continue
+        found = placement.by_module[name]
+        owner = placement.by_module.get(found.owner or "", found)
+        if not isinstance(module.backend, CpuExperts):
+            owner.rule.where.fail("fused layers need all experts in main memory, by backend 'native'")
+        experts = owner.options["experts"]
+        sites.append(Site(module.backend, owner.rule.label, experts["cache"], experts["share"]))
+    if not sites:
+        raise InputError("op 'fused': the model has no experts that an 'op: moe' keeps in main memory")
+    return sites

@@ -1,0 +1,140 @@
+"""What a load has to do with GPUs: their memory, and the layers that rules fuse. Imports no kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hetero.config import settings
+from hetero.core import InputError, MachineError
+from hetero.engine.gpu.vram import Vram
+from hetero.rules import Placement
+
+if TYPE_CHECKING:
+    from hetero.engine.gpu.runner import GpuRunner
+
+HANDOFFS = ("auto", "memop", "spin", "hostfunc")
+
+FUSED_DTYPE = "bfloat16"
+"""Of dense layers in fused steps."""
+
+CHUNK = 2048
+"""Tokens of a prompt that are read at once where nobody says how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOptions:
+    """What a run says of fused layers. ``vram``: most bytes of GPU memory, everything included; None: what is
+    free. ``slots``: sequences at once. ``context``: tokens of one, at most; None: what there is room for.
+    ``handoff``: its backend. ``rows``: sizes of graphs; None: as many as ``slots`` need. ``wait``: how the
+    host waits for a step. ``eager``: no graphs. ``chunk``: tokens of a prompt that are read at once."""
+
+    vram: int | None = None
+    slots: int = 1
+    context: int | None = None
+    handoff: str = "auto"
+    rows: tuple[int, ...] | None = None
+    wait: str = "block"
+    eager: bool = False
+    chunk: int = CHUNK
+
+
+def gpu_options(vram: int | None, *, slots: int, context: int | None, handoff: str) -> GpuOptions:
+    """As the command line has them. Raises InputError for a hand-off that does not exist."""
+    if handoff not in HANDOFFS:
+        raise InputError(f"--handoff {handoff}: must be one of {', '.join(HANDOFFS)}")
+    chunk = settings().prefill_chunk if "HETERO_PREFILL_CHUNK" in os.environ else CHUNK
+    return GpuOptions(vram=vram, slots=slots, context=context, handoff=handoff, chunk=chunk)
+
+
+class Graphs:
+    """The GPU side of one load. ``notes``: what was decided, a sentence each.
+
+    Make it before a weight is read. Raises InputError for rules that cannot be fused, MachineError for a cap
+    that is more than the device has.
+    """
+
+    def __init__(self, model: Any, placement: Placement, dtype: str, options: GpuOptions | None) -> None:
+        self._model, self._placement = model, placement
+        self._options = options or GpuOptions()
+        self.notes: list[str] = []
+        self._device = fused_device(placement, model, dtype)
+        devices = sorted({one.device for one in placement.assignments if one.device != "cpu"})
+        if not devices and self._options.vram is not None:
+            raise InputError("--vram: the rules place nothing on a GPU")
+        capped = devices if self._options.vram is not None else [self._device] if self._device else []
+        self._memory = {one: Vram(one, self._options.vram) for one in capped}
+        for memory in self._memory.values():
+            memory.hold()
+
+    @contextmanager
+    def enough_memory(self) -> Iterator[None]:
+        """Around what brings weights to devices. Raises MachineError where one has too little memory."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            memory = " ".join(one.told() for one in self._memory.values()) or str(error).partition(". ")[0]
+            raise MachineError(f"the weights that rules place on the GPU do not fit: {memory}") from None
+
+    def fuse(self, limit: int | None) -> GpuRunner | None:
+        """The runner of fused layers, once their weights are there; None where no rule fuses any. ``limit``:
+        tokens that the model can attend to."""
+        if self._device is None:
+            return None
+        try:
+            from hetero.engine.gpu.fuse import fuse
+        except ModuleNotFoundError as error:
+            raise _missing(error) from None
+        with self.enough_memory():
+            return fuse(
+                self._model,
+                self._placement,
+                self._device,
+                self._options,
+                vram=self._memory[self._device],
+                limit=limit,
+                say=self.notes.append,
+            )
+
+
+def fused_device(placement: Placement, model: Any, dtype: str) -> str | None:
+    """The device of fused layers; None where no rule fuses any.
+
+    Raises InputError where rules fuse some layers only, or on several devices, for a model that has no fused
+    steps, and for a type other than bfloat16.
+    """
+    fused = [one for one in placement.assignments if one.op == "fused"]
+    if not fused:
+        return None
+    where = fused[0].rule.where
+    layers = list(model.get_decoder().layers)
+    names = {id(module): name for name, module in model.named_modules()}
+    wanted, given = {names[id(layer)] for layer in layers}, {one.module for one in fused}
+    if odd := sorted(given - wanted):
+        where.fail(f"op 'fused' replaces decoder layers, and {odd[0]} is none")
+    if left := sorted(wanted - given):
+        where.fail(f"op 'fused' is for all decoder layers or none, and {left[0]} has another rule")
+    if len({one.device for one in fused}) > 1:
+        where.fail("op 'fused' keeps all decoder layers on one device")
+    try:
+        from hetero.decode.families import FAMILIES
+    except ModuleNotFoundError as error:
+        raise _missing(error) from None
+    kind = type(layers[0]).__name__
+    if kind not in FAMILIES:
+        where.fail(
+            f"op 'fused' has no steps for layers of class {kind}; it has for {', '.join(FAMILIES)}; "
+            "default-gpu serves any model"
+        )
+    if dtype != FUSED_DTYPE:
+        raise InputError(f"--dtype {dtype}: op 'fused' computes in {FUSED_DTYPE}; leave the option out")
+    return fused[0].device
+
+
+def _missing(error: ModuleNotFoundError) -> InputError:
+    return InputError(f"op 'fused' needs the package {error.name}: pip install {error.name}")

@@ -1,0 +1,74 @@
+"""How much of a GPU's memory this process has, as the driver tells it, and how much more it may take."""
+
+from __future__ import annotations
+
+import torch
+
+from hetero.core import MachineError
+from hetero.hw.memory import gib
+from hetero.hw.nvml import free_bytes
+
+MARGIN = 256 << 20
+"""Left alone without a cap: what the driver and others on the device may still want."""
+
+CONTEXT = 640 << 20
+"""What a context is taken for where it was there before anybody could look."""
+
+
+class Vram:
+    """Everything that this process allocates on ``device``, its context included, from the driver's view:
+    what is in use there less what was before. ``cap``: most bytes of it; None: what is free less a margin.
+
+    Make it before the process has used the device, and let nobody else allocate there meanwhile: what others
+    take counts as ours.
+    """
+
+    def __init__(self, device: str | torch.device, cap: int | None = None) -> None:
+        self.device = torch.device(device)
+        self.cap = cap
+        # Asking torch makes a context, so the driver is asked before where that is still possible.
+        begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        known = None if begun else free_bytes(self.device.index or 0)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        own = CONTEXT + torch.cuda.memory_reserved(self.device)
+        self._free_before = free + own if known is None else known
+        if cap is not None and cap > (total := self._total()):
+            raise MachineError(f"--vram {gib(cap)}: {self.device} has {gib(total)}")
+
+    def _total(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device)[1])
+
+    @property
+    def used(self) -> int:
+        """Bytes that this process has taken."""
+        return max(0, self._free_before - int(torch.cuda.mem_get_info(self.device)[0]))
+
+    @property
+    def left(self) -> int:
+        """Bytes that it may still take; what torch keeps for itself counts as taken."""
+        free = int(torch.cuda.mem_get_info(self.device)[0]) - MARGIN
+        return max(0, free if self.cap is None else min(free, self.cap - self.used))
+
+    def require(self, needed: int, what: str) -> None:
+        """Raises MachineError where less is left."""
+        left = self.left
+        if needed > left:
+            raise MachineError(f"{what}: {gib(needed)} on {self.device}, {gib(left)} is left{self._why()}")
+
+    def hold(self) -> None:
+        """Keep torch within the cap from now on: it gives back what it keeps, and then fails, before it
+        passes it. Raises MachineError where more is in use already."""
+        if self.cap is None:
+            return
+        used = self.used
+        if used > self.cap:
+            raise MachineError(f"{gib(used)} of {self.device} are in use, more than --vram {gib(self.cap)}")
+        others = used - torch.cuda.memory_reserved(self.device)
+        torch.cuda.set_per_process_memory_fraction((self.cap - others) / self._total(), self.device)
+
+    def told(self) -> str:
+        """For a message: what is in use, and what is left."""
+        return f"{gib(self.used)} of {self.device} are in use, {gib(self.left)} is left{self._why()}"
+
+    def _why(self) -> str:
+        return "" if self.cap is None else f" of --vram {gib(self.cap)}"
