@@ -84,7 +84,7 @@ def fill_dense(
                 if not done:
                     unset.append((name, parameter))
             _buffers(module, path, device)
-            module._is_hf_initialized = False  # type: ignore[assignment]
+            module._is_hf_initialized = False
         model.initialize_weights()
         for name, parameter in unset:
             # What the model's code does not initialise it expects from a checkpoint.

@@ -104,9 +104,7 @@ class Fusing:
         self.say(f"hand-off by {handoff.backend.name} ({handoff.backend.why})")
         return handoff
 
-    def _hybrid(
-        self, vram: Vram | None, handoff: Handoff | None
-    ) -> tuple[HybridShared, list[HybridExperts]]:
+    def _hybrid(self, vram: Vram | None, handoff: Handoff | None) -> tuple[HybridShared, list[HybridExperts]]:
         arenas = self._arenas()
         shared = HybridShared(self.device)
         slots = [0] * len(self.experts)
