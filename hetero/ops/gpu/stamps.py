@@ -290,6 +290,11 @@ def at_layer(number: int) -> None:
         _running.layer = number
 
 
+def layer_now(otherwise: int) -> int:
+    """The layer that laps are of, or ``otherwise`` without a tape."""
+    return otherwise if _running is None else _running.layer
+
+
 def lap(name: str, *, lane: Lane = "gpu", nbytes: int = 0) -> None:
     """What the current stream has done since its last lap was ``name``; ``nbytes``: that it moved or read."""
     if _running is not None:
