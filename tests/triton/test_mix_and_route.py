@@ -15,7 +15,7 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4_exp
 from hetero.formats import parse_format
 from hetero.ops.gpu.fused import plain_rows
 from hetero.ops.gpu.mix import MixWeights, mix_rows, mix_streams
-from hetero.ops.gpu.route import route
+from hetero.ops.gpu.route import argmax, route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
@@ -70,7 +70,7 @@ def test_streams_of_two_blocks(generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("kind", ["softmax", "softmax without norm", "sigmoid with bias"])
 def test_routes(kind: str, generator: torch.Generator) -> None:
-    logits = torch.randn(5, 21, generator=generator).to(DEVICE)
+    logits = torch.randn(5, 30, generator=generator).to(DEVICE)[:, 3:24]
     bias = torch.randn(21, generator=generator).to(DEVICE) if "bias" in kind else None
     norm = "without" not in kind
     scores = logits.sigmoid() if bias is not None else logits.softmax(-1)
@@ -80,3 +80,14 @@ def test_routes(kind: str, generator: torch.Generator) -> None:
     ids, weights = route(logits, 4, sigmoid=bias is not None, bias=bias, norm=norm, scale=2.5)
     assert torch.equal(ids, wanted_ids)
     assert torch.allclose(weights, wanted, rtol=1e-5)
+
+
+def test_of_equals_the_first_is_the_largest(generator: torch.Generator) -> None:
+    values = torch.randint(-9, 9, (3, 5000), generator=generator).float().to(DEVICE)
+    values[1] = -1e30
+    values[1, [77, 4900]] = -3.0
+    values[2] = float("-inf")
+    assert argmax(values[:, :4990]).tolist() == [int((values[0] == values[0].max()).nonzero()[0]), 77, 0]
+    out = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    assert argmax(values[:1, 4000:].bfloat16(), out) is out
+    assert int(out) == int((values[0, 4000:] == values[0, 4000:].max()).nonzero()[0])

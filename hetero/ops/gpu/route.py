@@ -1,4 +1,4 @@
-"""Routers on the device."""
+"""Choices on the device: routers, and the likeliest token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import triton
 from torch import Tensor
 
 from hetero.ops.gpu import route_kernels
+
+_CHUNK = 2048
 
 
 def route(
@@ -18,15 +20,33 @@ def route(
     norm: bool = True,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(ids int64, weights float32) [T, top_k], best first, of ``logits`` [T, experts]; see
-    ``route_kernels``."""
+    """(ids int64, weights float32) [T, top_k], best first, of ``logits`` [T, experts] of any float dtype,
+    rows any distance apart; see ``route_kernels``."""
     rows, experts = logits.shape
-    logits = logits.contiguous()
     ids = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
+    width = triton.next_power_of_2(experts)
     route_kernels.top_k[(rows,)](
-        logits, logits if bias is None else bias, ids, weights, scale,
-        EXPERTS=experts, WIDTH=triton.next_power_of_2(experts), TOP=top_k, SIGMOID=sigmoid,
+        logits, logits if bias is None else bias, ids, weights, scale, logits.stride(0),
+        EXPERTS=experts, WIDTH=width, TOP=top_k, PLACES=triton.next_power_of_2(top_k), SIGMOID=sigmoid,
         HAS_BIAS=bias is not None, NORM=norm,
+        # Within one warp a choice needs no barrier.
+        num_warps=1 if width <= 512 else 4,
     )  # fmt: skip
     return ids, weights
+
+
+def argmax(values: Tensor, out: Tensor | None = None) -> Tensor:
+    """int64 [R] (``out``, if given): where the largest of each row of ``values`` [R, n] is, the first of
+    equals; rows any distance apart."""
+    rows, count = values.shape
+    parts = -(-count // _CHUNK)
+    keys, places = torch.empty(2, rows, parts, dtype=torch.int32, device=values.device)
+    out = torch.empty(rows, dtype=torch.int64, device=values.device) if out is None else out
+    route_kernels.largest[(parts, rows)](
+        values, keys, places, values.stride(0), COUNT=count, PARTS=parts, CHUNK=_CHUNK
+    )
+    route_kernels.largest_of_parts[(rows,)](
+        keys, places, out, PARTS=parts, WIDTH=triton.next_power_of_2(parts), num_warps=1
+    )
+    return out
