@@ -45,13 +45,15 @@ class AttentionMixer:
             None if sinks is None else build.tensor(sinks),
         )
         self._dtype = build.dtype
-        names = ("q_proj", "k_proj", "v_proj")
-        sizes = (width, kv_heads * dim, kv_heads * dim)
-        parts = [Part(getattr(module, name), (size,)) for name, size in zip(names, sizes, strict=True)]
-        self._in = Projection(*parts)
+        self._in = Projection(*self._inputs(module))
         self._out = Projection(Part(module.o_proj, (module.o_proj.out_features,)))
         count = build.slots * build.most_pages
         self.cache = PagedKeys(self.shape, count, PAGE, build.kv_dtype, str(build.device))
+
+    def _inputs(self, module: Any) -> list[Part]:
+        """The projections whose outputs are queries, keys, values."""
+        layers = [getattr(module, name) for name in ("q_proj", "k_proj", "v_proj")]
+        return [Part(layer, (layer.out_features,)) for layer in layers]
 
     @property
     def format(self) -> Format:

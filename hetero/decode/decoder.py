@@ -127,7 +127,7 @@ class Decoder:
     def gather(self, tokens: Sequence[Sequence[int]]) -> Tensor | None:
         """N-gram embeddings [n, ple_embed_dim] on the host for the newest of each row's last tokens; None for
         a family without."""
-        return None
+        return self._family.gather(tokens)
 
     def _logits(self, stream: Any) -> Tensor:
         rows = self._family.end(stream, self._head.format)

@@ -101,16 +101,21 @@ def product(x: Tensor, matrix: PackedMatrix) -> Tensor:
     each = max(_BUFFER // (2 * matrix.k) // BLOCK_ROWS, 1) * BLOCK_ROWS
     parts = []
     for first in range(0, matrix.n, each):
-        count = min(each, matrix.n - first)
-        weight = torch.empty(count, matrix.k, dtype=torch.bfloat16, device=x.device)
-        grid = (-(-count // (BLOCK_ROWS * _BLOCKS)), -(-matrix.k // _DEPTH))
-        linear_kernels.unpacked[grid](
-            matrix.packed, first // BLOCK_ROWS, count, weight, matrix.k,
-            BLOCKS=_BLOCKS, DEPTH=_DEPTH, TWIN=x.device.type == "cpu", **matrix.sizes,
-        )  # fmt: skip
+        weight = decoded(matrix, first, min(each, matrix.n - first))
         parts.append(nn.functional.linear(x, weight.to(x.dtype)))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return out if bias is None else out + bias
+
+
+def decoded(matrix: PackedMatrix, first: int, count: int) -> Tensor:
+    """``count`` outputs of a quantised matrix from ``first`` on, a multiple of 16: bfloat16 [count, k]."""
+    weight = torch.empty(count, matrix.k, dtype=torch.bfloat16, device=matrix.packed.device)
+    grid = (-(-count // (BLOCK_ROWS * _BLOCKS)), -(-matrix.k // _DEPTH))
+    linear_kernels.unpacked[grid](
+        matrix.packed, first // BLOCK_ROWS, count, weight, matrix.k,
+        BLOCKS=_BLOCKS, DEPTH=_DEPTH, TWIN=not weight.is_cuda, **matrix.sizes,
+    )  # fmt: skip
+    return weight
 
 
 def _split(out: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:

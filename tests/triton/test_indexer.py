@@ -12,12 +12,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4_exp
 
+from hetero.formats import Format
 from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys
 from hetero.ops.gpu.indexer import (
     IndexerShape,
     IndexerWeights,
     IndexKeys,
-    indexed_attention_step,
+    indexed_attention_rows,
     select,
 )
 
@@ -76,9 +77,9 @@ def test_steps_equal_the_whole_sequence(generator: torch.Generator) -> None:
             projected = [getattr(module, name)(tokens) for name in ("q_proj", "k_proj", "v_proj")]
             projected.append(ix.index_qk_proj(tokens))
             where = pages, torch.tensor(slots, device=DEVICE), torch.tensor(rows, device=DEVICE)
-            one = indexed_attention_step(
-                (shape, weights, cache), (SHAPE, index_weights, keys), tuple(projected), where
-            )
+            one = indexed_attention_rows(
+                Format("f32"), (shape, weights, cache), (SHAPE, index_weights, keys), tuple(projected), where
+            ).q
             for row, slot in enumerate(slots):
                 if slot >= 0:
                     got[row, at[row]] = module.o_proj(one[row])
@@ -94,7 +95,8 @@ def test_the_best_blocks_are_chosen(count: int, generator: torch.Generator) -> N
     scores[2] = scores[2].exp() * 1e-30  # of like magnitudes
     scores[3, :4] = 0
     lengths = torch.tensor([2 * count + 1, 2 * count, 2 * count - 1, 2 * 6 + 1])
-    chosen = select(shape, scores.to(DEVICE), lengths.to(DEVICE)).cpu()
+    slots = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    chosen = select(shape, scores.to(DEVICE), slots, lengths.to(DEVICE) - 1).cpu()
     for row in range(3):
         complete = int(lengths[row]) // 2
         order = scores[row, :complete].sort(descending=True, stable=True).indices

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from hetero.core import InputError
 from hetero.decode.build import Build
-from hetero.decode.families import qwen3
+from hetero.decode.families import qwen3, qwen4_exp
 from hetero.decode.layer import Layer
 from hetero.formats import Format
 from hetero.ops.gpu.fused import Rows
@@ -39,12 +39,17 @@ class Family(Protocol):
         """What the head reads after the last layer, as rows for ``fmt``, R <= 16."""
         ...
 
+    def gather(self, tokens: Sequence[Sequence[int]]) -> Tensor | None:
+        """N-gram embeddings [n, ple] on the host for the newest of each row's last tokens; None: none."""
+        ...
+
 
 # Class of a decoder layer -> the family.
 FAMILIES: dict[str, Callable[[Build], Family]] = {
     "Qwen3MoeDecoderLayer": qwen3.Qwen3Moe,
     "Qwen3NextDecoderLayer": qwen3.Qwen3Next,
     "Qwen3_5MoeDecoderLayer": qwen3.Qwen3Next,
+    "Qwen4ExpTextDecoderLayer": qwen4_exp.Qwen4Exp,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -39,6 +40,9 @@ class Qwen3Moe:
 
     def end(self, stream: PlainStream, fmt: Format) -> Rows:
         return self._norm.step(fmt, stream.residual, stream.added).rows
+
+    def gather(self, tokens: Sequence[Sequence[int]]) -> None:
+        return None
 
     def _normed(self, module: Any) -> Norm:
         return Norm.of(module, self._build, self._norm_offset)

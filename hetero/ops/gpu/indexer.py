@@ -11,6 +11,7 @@ from torch import Tensor
 from hetero.formats import Format
 from hetero.ops.gpu import attention_kernels, indexer_kernels
 from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys, head_width, joined_rows
+from hetero.ops.gpu.fused import Rows
 
 # Programs that share a row's tokens, and its blocks; the interpreter runs them one by one.
 _PARTS, _CHUNK = (16, 2), 32
@@ -74,18 +75,19 @@ class IndexKeys:
         return pages[first // self.page].long() * self.per_page + first % self.page // ratio
 
 
-def select(shape: IndexerShape, scores: Tensor, lengths: Tensor) -> Tensor:
+def select(shape: IndexerShape, scores: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
     """The best ``top`` blocks of every row, int32 [T, top], ascending; nothing is written for a row of no
     more complete blocks.
 
-    ``scores`` float32 [T, n], not negative, in order of the blocks; ``lengths`` int64 [T]: tokens that the
-    row sees, itself among them. Of equal scores the first ones are taken.
+    ``scores`` float32 [T, n], not negative, in order of the blocks; ``slots`` and ``positions`` int64 [T], as
+    in ``attention_rows``: a row sees the tokens up to its own. Of equal scores the first ones are taken.
     """
     chosen = torch.empty(scores.shape[0], shape.top, dtype=torch.int32, device=scores.device)
     chunk = min(_SELECT_CHUNK, triton.next_power_of_2(max(scores.shape[1], 16)))
     indexer_kernels.select[(scores.shape[0],)](
-        scores, lengths, chosen, scores.stride(0), RATIO=shape.ratio, TOP=shape.top, CHUNK=chunk, num_warps=8
-    )
+        scores, slots, positions, chosen, scores.stride(0),
+        RATIO=shape.ratio, TOP=shape.top, CHUNK=chunk, num_warps=8,
+    )  # fmt: skip
     return chosen
 
 
@@ -121,22 +123,23 @@ def index_step(
         TOP=s.top, MOST_BLOCKS=most, PARTS=parts, CHUNK=_SCORE_CHUNK,
         **sizes, **paged,
     )  # fmt: skip
-    # A row left out has no scores, and no length either.
-    return select(s, scores, torch.where(slots < 0, -1, positions) + 1)
+    return select(s, scores, slots, positions)
 
 
-def attend(
+def attend(  # noqa: PLR0917
+    fmt: Format,
     attention: AttentionShape,
     indexer: IndexerShape,
     cache: PagedKeys,
     asked: tuple[Tensor, Tensor],
     where: tuple[Tensor, Tensor, Tensor],
     *,
+    dtype: torch.dtype,
     gate: Tensor | None = None,
     parts: int = 0,
-) -> Tensor:
-    """Every row's queries over its chosen blocks and what is behind its last complete one: [T, q_heads * dim]
-    in the dtype of the keys.
+) -> Rows:
+    """Every row's queries over its chosen blocks and what is behind its last complete one: rows [T, q_heads *
+    dim] for ``fmt``, of values of ``dtype``.
 
     ``asked``: queries float32 [T, q_heads, dim], normed and rotated, and the blocks; ``gate`` [T, q_heads,
     2 * dim], of which the second half counts. ``parts``: into how many programs a row's tokens are divided;
@@ -157,16 +160,17 @@ def attend(
         TWIN=device.type == "cpu", **sizes,
     )  # fmt: skip
     opened = None if gate is None else gate[..., s.dim :]
-    return joined_rows(Format("bf16"), (sums, tops, totals), slots, opened, dtype=cache.keys.dtype).q
+    return joined_rows(fmt, (sums, tops, totals), slots, opened, dtype=dtype)
 
 
-def indexed_attention_step(
+def indexed_attention_rows(
+    fmt: Format,
     attention: tuple[AttentionShape, AttentionWeights, PagedKeys],
     indexer: tuple[IndexerShape, IndexerWeights, IndexKeys],
     projected: tuple[Tensor, Tensor, Tensor, Tensor],
     where: tuple[Tensor, Tensor, Tensor],
-) -> Tensor:
-    """As ``attention_step``, of layers with an indexer; ``projected`` has the indexer's queries and key [T,
+) -> Rows:
+    """As ``attention_rows``, of layers with an indexer; ``projected`` has the indexer's queries and key [T,
     (heads + 1) * dim] at its end."""
     (shape, weights, cache), (q, k, v, qk) = attention, projected
     pages, slots, positions = where
@@ -183,4 +187,4 @@ def indexed_attention_step(
         MOST_PAGES=pages.shape[1], HAS_NORM=normed, NORM_OFFSET=shape.norm_offset or 0.0,
     )  # fmt: skip
     gate = torch.unflatten(q, 1, (shape.q_heads, stride)) if shape.gated else None
-    return attend(shape, indexer[0], cache, (queries, chosen), where, gate=gate)
+    return attend(fmt, shape, indexer[0], cache, (queries, chosen), where, dtype=q.dtype, gate=gate)

@@ -129,18 +129,18 @@ def _next_digit(scores, count, known, need, SHIFT: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def select(
-    scores, lengths, chosen, stride,
+    scores, slots, positions, chosen, stride,
     RATIO: tl.constexpr, TOP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): ``chosen`` int32 [T, TOP], the best TOP of the first ``lengths`` // RATIO scores,
-    ascending by index, where there are more; of equal scores the first ones.
+    """Program (row): ``chosen`` int32 [T, TOP], the best TOP of the complete blocks, ascending by index,
+    where there are more; of equal scores the first ones.
 
-    ``scores`` float32 [T, stride], none negative, so that their bits are in their order; ``lengths`` int64
-    [T], tokens. The score of place TOP is found from its highest bits down, by counting.
+    ``scores`` float32 [T, stride], none negative, so that their bits are in their order. The score of place
+    TOP is found from its highest bits down, by counting.
     """
     row = tl.program_id(0)
-    count = tl.load(lengths + row) // RATIO
-    if count > TOP:
+    count = (tl.load(positions + row) + 1) // RATIO
+    if (tl.load(slots + row) >= 0) & (count > TOP):
         mine = scores + row.to(tl.int64) * stride
         # Bits of the score sought, as far as they are known, and how many of those that share them to take.
         known, need = tl.program_id(0) * 0, tl.program_id(0) * 0 + TOP
@@ -178,7 +178,7 @@ def attend(
 ):  # fmt: skip
     """Program (part, key and value head, row): as ``attention_kernels.attend``, over the tokens of the
     ``chosen`` int32 [T, TOP] blocks and those behind the last complete block, or over all where no more than
-    TOP blocks are complete. TWIN: run by the interpreter, which cannot multiply bf16."""
+    TOP blocks are complete. TWIN as there."""
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + row)
     if slot >= 0:

@@ -1,0 +1,73 @@
+"""The text model of qwen4_exp: hyper-connections, gated delta nets, attention with an indexer, and n-gram
+embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero.decode.build import Build
+from hetero.decode.delta import DeltaMixer
+from hetero.decode.hyper import Connection, HyperLayer, HyperStream
+from hetero.decode.indexer import IndexedAttentionMixer
+from hetero.decode.mixer import Mixer
+from hetero.decode.moe import block_of
+from hetero.decode.ple import Ngrams
+from hetero.decode.stream import Sum
+from hetero.formats import Format
+from hetero.ops.gpu.fused import Rows
+
+
+class Qwen4Exp:
+    """Layers on several residual streams, which a last mix brings together."""
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+        self._count: int = build.config.hc_count
+        self._mix = Connection(build.text.hyper_connection_mixer, build)
+        self._ngrams: list[Ngrams] = []
+
+    @property
+    def ple(self) -> int:
+        return sum(ngrams.table.width for ngrams in self._ngrams)
+
+    def layer(self, module: Any) -> HyperLayer:
+        mixer: Mixer
+        if hasattr(module, "linear_attn"):
+            mixer = DeltaMixer(module.linear_attn, self._build)
+        else:
+            mixer = IndexedAttentionMixer(module.self_attn, self._build)
+        ngrams = None
+        if module.ple is not None:
+            ngrams = Ngrams(module.ple, self._build, self.ple)
+            self._ngrams.append(ngrams)
+        around_mixer = Connection(module.attn_hyper_connection, self._build)
+        around_block = Connection(module.mlp_hyper_connection, self._build)
+        return HyperLayer(mixer, block_of(module.mlp, self._build), around_mixer, around_block, ngrams)
+
+    def begin(self, x: Tensor) -> HyperStream:
+        return HyperStream(x.repeat(1, self._count))
+
+    def last(self, stream: HyperStream) -> HyperStream:
+        added = stream.added
+        if added is not None:
+            added = Sum(*(None if part is None else part[-1:] for part in added))  # type: ignore[arg-type]
+        inject = None if stream.inject is None else stream.inject[-1:]
+        return HyperStream(stream.streams[-1:], added, inject)
+
+    def end(self, stream: HyperStream, fmt: Format) -> Rows:
+        return self._mix.step(fmt, stream)[0].rows
+
+    def gather(self, tokens: Sequence[Sequence[int]]) -> Tensor | None:
+        if not self._ngrams:
+            return None
+        parts = []
+        for ngrams in self._ngrams:
+            table = ngrams.table
+            windows = np.concatenate([table.windows(row[:-1], row[-1:]) for row in tokens])
+            parts.append(table.gather(windows).to("cpu", self._build.dtype))
+        return torch.cat(parts, 1)

@@ -1,0 +1,56 @@
+"""A tiny model of qwen4_exp with every kind of layer, beyond its indexer's budget, against transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tests.decode.tiny import DEVICE, decoder_of, error, prefill, reference, step, tiny, tokens_of
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+SIZES = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    "hc_count": 2,
+    "indexer_n_heads": 6,
+    "indexer_budget": 6,
+    "indexer_compress_ratio": 3,
+}
+EOS, LIMIT = 2, 1e-4
+GREEDY = 16 if DEVICE == "cuda" else 6  # the interpreter takes a second for each
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # idle rows hold anything, which may overflow
+def test_prefills_and_greedy_steps(generator: torch.Generator) -> None:
+    """A prompt in pieces, then greedy tokens, half of them beside another sequence; a slot used again."""
+    model = tiny("qwen4_exp_text", generator, **SIZES)
+    decoder = decoder_of(model, slots=2, context=64)
+    first, second = tokens_of(22, generator), tokens_of(8, generator)
+    first[[0, 5, 7, 12]] = EOS  # n-grams end there
+    second[2] = EOS
+    wanted = reference(model, first), reference(model, second)
+    # Within the budget, across its end, and behind it.
+    for begin, end in ((0, 1), (1, 4), (4, 13), (13, 22)):
+        logits = prefill(decoder, first[begin:end], 1, begin)
+        assert error(logits, wanted[0][end - 1]) < LIMIT, end
+    made, seen = first.tolist(), [logits]
+    inputs = decoder.inputs(2)
+    for at in range(GREEDY):
+        made.append(int(seen[-1].argmax()))
+        other = at - GREEDY // 2
+        ngrams = decoder.gather([second[: max(other, 0) + 1].tolist(), made])
+        assert inputs.ple is not None
+        assert ngrams is not None
+        inputs.ple.copy_(ngrams)
+        beside = (int(second[other]), 0, other) if other >= 0 else (0, -1, 0)
+        rows = step(decoder, inputs, [beside, (made[-1], 1, len(made) - 1)])
+        seen.append(rows[1])
+        if other >= 0:
+            assert error(rows[0], wanted[1][other]) < LIMIT
+    whole = reference(model, torch.tensor(made, device=DEVICE))[21:]
+    assert error(torch.stack(seen), whole) < LIMIT
+    assert [int(row.argmax()) for row in seen] == whole.argmax(1).tolist()
+    decoder.clear(1)
+    assert error(prefill(decoder, second, 1), wanted[1][-1]) < LIMIT
