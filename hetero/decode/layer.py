@@ -28,12 +28,12 @@ class Block(Protocol):
 
     def step(self, x: Normed, inputs: StepInputs) -> Sum: ...
 
-    def prefill(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, H]."""
+    def begin_parts(self, x: Tensor) -> Callable[[], Sum]:
+        """x [T, H], any T, up to where experts on the CPU know what to do; the call does the rest."""
         ...
 
     def begin_prefill(self, x: Tensor) -> Callable[[], Tensor]:
-        """``prefill`` up to where experts on the CPU know what to do; the call does the rest."""
+        """``begin_parts``, whose parts the call adds up: [T, H] in the dtype of x."""
         ...
 
 
@@ -55,6 +55,10 @@ class Layer(Protocol):
         ...
 
     def clear(self, slot: int) -> None: ...
+
+
+VALUES = Format("bf16")
+"""Of rows that are values, not codes."""
 
 
 class PlainStream(NamedTuple):
@@ -88,11 +92,12 @@ class PlainLayer:
         return self.begin_prefill(stream, chunk)()
 
     def begin_prefill(self, stream: PlainStream, chunk: Chunk) -> Callable[[], PlainStream]:
-        x = stream.residual
-        x = x + self.mixer.prefill(self.mixer_norm.prefill(x), chunk)
+        x = self.mixer_norm.step(VALUES, stream.residual, stream.added)
+        mixed = self.mixer.prefill(x.x, chunk)
         lap(MIXER)
-        end = self.block.begin_prefill(self.block_norm.prefill(x))
-        return lambda: PlainStream(x + end())
+        x = self.block_norm.step(VALUES, x.residual, Sum(mixed))
+        end = self.block.begin_parts(x.x)
+        return lambda: PlainStream(x.residual, end())
 
     def clear(self, slot: int) -> None:
         self.mixer.clear(slot)

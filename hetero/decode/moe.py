@@ -48,8 +48,13 @@ class GatedMlp:
         gate, up = self._in.many(x)
         return self._out.many(nn.functional.silu(gate) * up)[0]
 
+    def begin_parts(self, x: Tensor) -> Callable[[], Sum]:
+        """With nothing left to do."""
+        out = Sum(self.prefill(x))
+        return lambda: out
+
     def begin_prefill(self, x: Tensor) -> Callable[[], Tensor]:
-        """``prefill``, with nothing left to do."""
+        """With nothing left to do."""
         out = self.prefill(x)
         return lambda: out
 
@@ -91,12 +96,8 @@ class RoutedBlock:
             lap(SHARED)
         return Sum(experts.collect(), shared, outputs[1] if self._gated else None)
 
-    def prefill(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, H]."""
-        return self.begin_prefill(x)()
-
-    def begin_prefill(self, x: Tensor) -> Callable[[], Tensor]:
-        """``prefill`` up to where the CPU was told."""
+    def begin_parts(self, x: Tensor) -> Callable[[], Sum]:
+        """Up to where the CPU was told."""
         outputs = self._router.many(x.float())
         ids, weights = self._routed(outputs[0])
         lap(ROUTER)
@@ -105,12 +106,12 @@ class RoutedBlock:
         if self._shared is not None:
             shared = self._shared.prefill(x)
             lap(SHARED)
+        gate = outputs[1] if self._gated else None
+        return lambda: Sum(pending.collect(), shared, gate)
 
-        def end() -> Tensor:
-            gate = outputs[1] if self._gated else None
-            return Sum(pending.collect(), shared, gate).value().to(x.dtype)
-
-        return end
+    def begin_prefill(self, x: Tensor) -> Callable[[], Tensor]:
+        end = self.begin_parts(x)
+        return lambda: end().value().to(x.dtype)
 
     def _routed(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         ids, weights = route(logits, self._top_k, norm=self._norm)

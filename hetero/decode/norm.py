@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hetero.decode.build import Build
 from hetero.decode.stream import Sum
@@ -28,11 +28,6 @@ class Norm:
         return Norm(build.tensor(module.weight), module.eps if eps is None else eps, offset)
 
     def step(self, fmt: Format, residual: Tensor, added: Sum | None = None) -> Normed:
-        """Of residual + added [R, H], whose sum is the new residual; rows for ``fmt``."""
+        """Of residual + added [R, H], for any R, whose sum is the new residual; rows for ``fmt``."""
         main, shared, gate = (None, None, None) if added is None else added
         return norm_rows(fmt, residual, self.weight, self.eps, self.offset, main, shared=shared, gate=gate)
-
-    def prefill(self, x: Tensor) -> Tensor:
-        """[T, H] in the dtype of x."""
-        weight = self.weight.float() + self.offset
-        return nn.functional.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)

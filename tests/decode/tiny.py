@@ -17,7 +17,7 @@ from tests.model.tiny_moe import tiny_config, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Small, for the interpreter of kernels takes its time for every output.
-SIZES = {"vocab_size": 40, "hidden_size": 32, "shared_expert_intermediate_size": 16}
+SIZES = {"vocab_size": 40, "hidden_size": 32, "head_dim": 16, "shared_expert_intermediate_size": 16}
 VOCAB = SIZES["vocab_size"]
 
 
@@ -64,7 +64,8 @@ def tokens_of(count: int, generator: torch.Generator) -> torch.Tensor:
 
 def reference(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Logits float32 [T, V] of transformers' own forward."""
-    with torch.no_grad():
+    # Convolutions too in float32 on a GPU.
+    with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
         logits: torch.Tensor = model(input_ids=tokens[None], use_cache=False).logits[0].float()
     return logits
 

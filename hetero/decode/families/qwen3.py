@@ -36,7 +36,7 @@ class Qwen3Moe:
         return PlainStream(x)
 
     def last(self, stream: PlainStream) -> PlainStream:
-        return PlainStream(stream.residual[-1:])
+        return PlainStream(stream.residual[-1:], None if stream.added is None else stream.added.last())
 
     def end(self, stream: PlainStream, fmt: Format) -> Rows:
         return self._norm.step(fmt, stream.residual, stream.added).rows
