@@ -47,8 +47,7 @@ class AttentionMixer:
         self._dtype = build.dtype
         self._in = Projection(*self._inputs(module))
         self._out = Projection(Part(module.o_proj, (module.o_proj.out_features,)))
-        count = build.slots * build.most_pages
-        self.cache = PagedKeys(self.shape, count, PAGE, build.kv_dtype, str(build.device))
+        self.cache = PagedKeys(self.shape, build.pages, PAGE, build.kv_dtype, str(build.device))
 
     def _inputs(self, module: Any) -> list[Part]:
         """The projections whose outputs are queries, keys, values."""

@@ -30,6 +30,7 @@ class Build:
     context: int  # tokens of a sequence, at most
     device: torch.device
     kv_dtype: torch.dtype
+    pages: int  # in all
     routing: Routing | None = None
     moe_layers: int = 0  # made so far
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hetero.decode.build import Build, Routing
 from hetero.decode.embedding import Embedding
 from hetero.decode.experts import LayerExperts
 from hetero.decode.families import family_of
-from hetero.decode.inputs import Chunk, StepInputs
+from hetero.decode.inputs import PAGE, Chunk, StepInputs
 from hetero.decode.layer import Layer
 from hetero.decode.matrix import Part, Projection
 from hetero.decode.turns import parted, prefill
@@ -25,7 +25,8 @@ class Decoder:
     ``model``: a causal language model of transformers, its dense weights on ``device`` (the embedding may be
     in memory of the host), in the format that they have. The decoder takes them over: afterwards the tree may
     not be able to run by itself. ``experts``: of each MoE layer, in order. ``slots``: sequences at once;
-    ``context``: tokens of one, at most.
+    ``context``: tokens of one, at most; ``pages``: of PAGE tokens each, for all of them together (None: as
+    many as they may ever need).
 
     ``moe_numbers``: which of the layers the MoE layers are. ``turns``: whether two halves of a chunk of a
     prompt take turns (``turns``); None: where the experts say so.
@@ -42,9 +43,19 @@ class Decoder:
         context: int,
         device: str | torch.device = "cuda:0",
         kv_dtype: torch.dtype = torch.bfloat16,
+        pages: int | None = None,
     ) -> None:
         text = model.get_decoder()
-        self._build = build = Build(text, list(experts), slots, context, torch.device(device), kv_dtype)
+        most = slots * -(-context // PAGE)
+        self._build = build = Build(
+            text,
+            list(experts),
+            slots,
+            context,
+            torch.device(device),
+            kv_dtype,
+            most if pages is None else pages,
+        )
         self._embedding = Embedding(text.embed_tokens.weight, build.device)
         self._dtype = build.dtype
         self._family = family_of(build)
@@ -56,9 +67,8 @@ class Decoder:
             self.moe_numbers += [number] * (build.moe_layers - before)
         if build.moe_layers != len(experts):
             raise ValueError(f"{len(experts)} experts for {build.moe_layers} MoE layers")
-        head = model.lm_head
-        self._head = Projection(Part(head, (head.out_features,)))
-        self.vocabulary: int = head.out_features
+        self.vocabulary: int = model.lm_head.out_features
+        self._head = Projection(Part(_head(model.lm_head, build.device), (self.vocabulary,)))
         self.turns: bool | None = None
 
     @property
@@ -86,10 +96,11 @@ class Decoder:
         self._build.routing = hook
 
     def inputs(self, rows: int) -> StepInputs:
-        """Fresh static tensors, every row idle, pages in order."""
+        """Fresh static tensors, every row idle; each slot's pages in order, as far as there are so many."""
         build = self._build
         numbers = torch.zeros(3, rows, dtype=torch.int64, device=build.device)
         pages = torch.arange(build.slots * build.most_pages, dtype=torch.int32, device=build.device)
+        pages.clamp_(max=max(build.pages - 1, 0))
         ple = torch.zeros(rows, self._family.ple, dtype=self._dtype, device=build.device)
         tokens, slots, positions = numbers
         slots.fill_(-1)
@@ -132,3 +143,10 @@ class Decoder:
     def _logits(self, stream: Any) -> Tensor:
         rows = self._family.end(stream, self._head.format)
         return self._head.whole(rows, torch.float32)
+
+
+def _head(module: nn.Module, device: torch.device) -> nn.Module | Tensor:
+    """The head, or where it shares an embedding's weight in the host's memory, a copy of that."""
+    weight = getattr(module, "weight", None)
+    away = isinstance(weight, Tensor) and weight.device.type != device.type
+    return weight.to(device) if away else module  # type: ignore[union-attr]
