@@ -92,8 +92,8 @@ def test_attention_of_pieces(window: int, sinks: bool, generator: torch.Generato
 def test_recurrence_of_pieces(hard: bool, generator: torch.Generator) -> None:
     """``hard``: keys all alike, and nothing fades: the powers of a chunk's system are then huge."""
     shape = DeltaShape(2, 4, 16, 24, 4)
-    a, b = (torch.randn(150, 4, generator=generator) for _ in range(2))
-    qkv = torch.randn(150, shape.channels, generator=generator)
+    a, b = (torch.randn(72, 4, generator=generator) for _ in range(2))
+    qkv = torch.randn(72, shape.channels, generator=generator)
     conv = torch.randn(shape.channels, 4, generator=generator)
     if hard:
         a, b, qkv[:, 32:64], conv = a - 30, b + 6, qkv[:1, 32:64], conv.abs()
@@ -102,15 +102,15 @@ def test_recurrence_of_pieces(hard: bool, generator: torch.Generator) -> None:
     )
     state = DeltaState(shape, 2, DEVICE)
     got = []
-    for begin, end in ((0, 1), (1, 3), (3, 130), (130, 150)):
+    for begin, end in ((0, 3), (3, 69), (69, 72)):
         piece = [part[begin:end].to(DEVICE) for part in (qkv, a, b)]
         acted = convolved(state, weights, piece[0], 1, begin)
         got.append(delta_rule(state, weights, (acted, piece[1], piece[2]), 1))
 
     padded = nn.functional.pad(qkv.double(), (0, 0, 3, 0))
-    acted = nn.functional.silu(sum(padded[tap : tap + 150] * conv[:, tap].double() for tap in range(4)))  # type: ignore[arg-type]
+    acted = nn.functional.silu(sum(padded[tap : tap + 72] * conv[:, tap].double() for tap in range(4)))  # type: ignore[arg-type]
     q, k, v = (
-        part.view(150, -1, dim) for part, dim in zip(acted.split([32, 32, 96], 1), (16, 16, 24), strict=True)
+        part.view(72, -1, dim) for part, dim in zip(acted.split([32, 32, 96], 1), (16, 16, 24), strict=True)
     )
     q, k = (
         (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(2, 1)
@@ -121,7 +121,7 @@ def test_recurrence_of_pieces(hard: bool, generator: torch.Generator) -> None:
         * nn.functional.softplus(a.double() + weights.dt_bias.double().cpu())
     )
     memory, wanted = torch.zeros(4, 16, 24, dtype=torch.float64), []
-    for time in range(150):
+    for time in range(72):
         memory = memory * fade[time][:, None, None]
         change = (v[time] - (memory * k[time][:, :, None]).sum(1)) * torch.sigmoid(b[time].double())[:, None]
         memory = memory + k[time][:, :, None] * change[:, None]
@@ -129,8 +129,8 @@ def test_recurrence_of_pieces(hard: bool, generator: torch.Generator) -> None:
     assert error(torch.cat(got).double().cpu(), torch.stack(wanted)) < 1e-4
     assert error(state.states[1].double().cpu(), memory) < 1e-4
     assert not state.states[0].any()
-    last = torch.stack([state.rings[1, :, time % 4] for time in range(146, 150)])
-    assert torch.equal(last.cpu(), qkv[146:])
+    last = torch.stack([state.rings[1, :, time % 4] for time in range(68, 72)])
+    assert torch.equal(last.cpu(), qkv[68:])
 
 
 def test_embeddings(generator: torch.Generator) -> None:
