@@ -32,6 +32,7 @@ GPU_LIMIT_S = 10.0
 _BLOCK = 256
 _MOST_BLOCKS = 512
 _TRIAL_S = 2.0
+_LAYERS, _REPLAYS = 50, 8  # of a timed trial
 
 
 class Backend(Protocol):
@@ -258,7 +259,8 @@ _GPU: dict[str, type[_GpuBackend]] = {one.name: one for one in (MemopBackend, Sp
 
 
 def make_backend(name: str, device: torch.device | str) -> Backend:
-    """The backend of that name, or for "auto" the first of memop, spin, hostfunc that passes a trial.
+    """The backend of that name, or for "auto" the faster one of memop and spin, else hostfunc, of those that
+    pass a trial.
 
     Raises InputError for a name that does not exist or does not fit the device, MachineError where the
     machine cannot do what was named.
@@ -276,16 +278,29 @@ def make_backend(name: str, device: torch.device | str) -> Backend:
         raise MachineError(f"hand-off on {device}: torch sees no CUDA device")
     if name != "auto":
         return _tried(name, device, "asked for")
+    backend = _fastest(device)
+    log.info("hand-off by %s (%s)", backend.name, backend.why)
+    return backend
+
+
+def _fastest(device: torch.device) -> _GpuBackend:
+    """Of memop and spin, as measured here; hostfunc only where neither works."""
     refused: list[str] = []
-    for one in GPU_BACKENDS:
+    timed: list[tuple[float, _GpuBackend]] = []
+    for name in GPU_BACKENDS:
+        if name == "hostfunc" and timed:
+            break
         try:
-            backend = _tried(one, device, "; ".join(refused) or "the first choice")
+            backend = _tried(name, device, "; ".join(refused))
+            timed.append((_layer_us(backend), backend))
         except HeteroError as error:
-            refused.append(f"{one}: {error}")
-            continue
-        log.info("hand-off by %s (%s)", one, backend.why)
-        return backend
-    raise MachineError(f"no hand-off works on {device}: {'; '.join(refused)}")
+            refused.append(f"{name}: {error}")
+    if not timed:
+        raise MachineError(f"no hand-off works on {device}: {'; '.join(refused)}")
+    best = min(timed, key=lambda one: one[0])[1]
+    times = [f"{backend.name} {us:.1f} us a layer" for us, backend in timed]
+    best.why = "; ".join([", ".join(times), *refused])
+    return best
 
 
 def _tried(name: str, device: torch.device, why: str) -> _GpuBackend:
@@ -320,3 +335,36 @@ def _trial(backend: _GpuBackend) -> None:
                 time.sleep(1e-4)
             if flags.tolist() != [1, 0, 0]:
                 raise MachineError(f"a captured trial left the flags {flags.tolist()}, not [1, 0, 0]")
+
+
+def _layer_us(backend: _GpuBackend) -> float:
+    """Microseconds of a layer without work: a captured graph of _LAYERS of them, with a thread that answers
+    in the worker's place. The best of a few replays. Raises MachineError where one does not come through."""
+    memory = backend.memory((2 * _LAYERS + 1) * LINE)
+    submit = [memory.data_ptr() + LINE * i for i in range(_LAYERS)]
+    done = [memory.data_ptr() + LINE * (_LAYERS + i) for i in range(_LAYERS)]
+    fault = memory.data_ptr() + LINE * 2 * _LAYERS
+    twin = cpu.Twin()
+    for asked, answered in zip(submit, done, strict=True):
+        twin.wait(asked, 1)
+        twin.write(asked, 0)
+        twin.write(answered, 1)
+    best = float("inf")
+    with torch.cuda.device(backend.index):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for layer, (asked, answered) in enumerate(zip(submit, done, strict=True)):
+                backend.submit(asked)
+                backend.collect(answered, fault, layer)
+        for _ in range(_REPLAYS):
+            twin.launch()
+            start.record()
+            graph.replay()
+            end.record()
+            if not twin.synchronize(_TRIAL_S):
+                memory.view(torch.int32)[LINE // 4 * _LAYERS :: LINE // 4][:_LAYERS] = 1  # frees the device
+                raise MachineError("a timed trial did not come through")
+            end.synchronize()
+            best = min(best, float(start.elapsed_time(end)) * 1e3 / _LAYERS)
+    return best

@@ -48,20 +48,37 @@ class Fake:
         return self
 
 
+SLOW, FAST = 12.61, 7.44
+
+
 @pytest.mark.parametrize(
-    ("errors", "chosen", "why"),
+    ("errors", "times", "chosen", "why"),
     [
-        ((None, None, None), "memop", "the first choice"),
-        ((MachineError("switched off"), None, None), "spin", "memop: switched off"),
+        ((None, None, None), (SLOW, FAST), "spin", "memop 12.6 us a layer, spin 7.4 us a layer"),
+        ((None, None, None), (FAST, SLOW), "memop", "memop 7.4 us a layer, spin 12.6 us a layer"),
+        (
+            (MachineError("switched off"), None, None),
+            (SLOW,),
+            "spin",
+            "spin 12.6 us a layer; memop: switched off",
+        ),
         (
             (MachineError("off"), RuntimeError("no such kernel"), None),
+            (SLOW,),
             "hostfunc",
-            "memop: off; spin: hand-off 'spin' on cuda: no such kernel",
+            "hostfunc 12.6 us a layer; memop: off; spin: hand-off 'spin' on cuda: no such kernel",
+        ),
+        (
+            (None, None, None),
+            (SLOW, MachineError("a timed trial did not come through")),
+            "memop",
+            "memop 12.6 us a layer; spin: a timed trial did not come through",
         ),
     ],
 )
-def test_auto(
+def test_auto(  # noqa: PLR0917
     errors: tuple[Exception | None, ...],
+    times: tuple[float | Exception, ...],
     chosen: str,
     why: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -69,13 +86,32 @@ def test_auto(
 ) -> None:
     names = handoff_backends.GPU_BACKENDS
     fakes: dict[str, Any] = {name: Fake(name, error) for name, error in zip(names, errors, strict=True)}
+    left = list(times)
+
+    def timed(backend: Any) -> float:
+        found = left.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
     monkeypatch.setattr(handoff_backends, "_GPU", fakes)
     monkeypatch.setattr(handoff_backends, "_trial", lambda backend: None)
+    monkeypatch.setattr(handoff_backends, "_layer_us", timed)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with caplog.at_level(logging.INFO, "hetero.handoff"):
         backend = make_backend("auto", "cuda")
     assert (backend.name, backend.why) == (chosen, why)
     assert caplog.messages == [f"hand-off by {chosen} ({why})"]
+    assert not left
+
+
+def test_no_backend_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = handoff_backends.GPU_BACKENDS
+    fakes: dict[str, Any] = {name: Fake(name, MachineError(f"no {name}")) for name in names}
+    monkeypatch.setattr(handoff_backends, "_GPU", fakes)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(MachineError, match="no hand-off works on cuda: memop: no memop; spin: no spin"):
+        make_backend("auto", "cuda")
 
 
 def test_a_named_backend_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,8 @@ def test_failing_worker(backend: str, kind: int, experts: list[CpuExperts]) -> N
     captured.replay()
     captured.handoff._channel.inject(POINT_WORK, kind, 1, 1, int(3e9))
     start = time.monotonic()
-    with pytest.raises(HandoffError, match="lane 1"):
+    # Only an exception is of one lane; a worker that is gone leaves both, and the first one tells.
+    with pytest.raises(HandoffError, match="lane 1" if kind == THROW else "lane [01]"):
         captured.replay()
     assert time.monotonic() - start < 2.0
     for _ in range(10):
@@ -161,10 +162,8 @@ def test_a_waiting_kernel_gives_up(experts: list[CpuExperts], monkeypatch: pytes
     handoff.close()
 
 
-def test_auto_takes_the_first_that_works() -> None:
+def test_auto_takes_the_faster_one_that_works() -> None:
     chosen = make_backend("auto", "cuda")
-    assert chosen.name in GPU_BACKENDS
-    assert chosen.why
     works = []
     for name in GPU_BACKENDS:
         try:
@@ -172,7 +171,10 @@ def test_auto_takes_the_first_that_works() -> None:
         except HeteroError:
             continue
         works.append(name)
-    assert chosen.name == works[0]
+    assert chosen.name in (works if works == ["hostfunc"] else works[: -1 if "hostfunc" in works else None])
+    for name in works:
+        assert name == "hostfunc" or f"{name} " in chosen.why, chosen.why
+    assert "us a layer" in chosen.why
 
 
 def test_driver_attributes() -> None:

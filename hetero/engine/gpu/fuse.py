@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,12 +22,14 @@ from hetero.engine.gpu.vram import Vram
 from hetero.engine.handoff import Handoff
 from hetero.hw.memory import gib
 from hetero.ops.experts import CpuExpertsOp
-from hetero.ops.gpu.hybrid import DirectPort, HybridExperts
+from hetero.ops.gpu.hybrid import DirectPort, HybridExperts, Port
 from hetero.ops.gpu.hybrid_shared import HybridShared
 from hetero.ops.gpu.launch import check_format
 from hetero.ops.gpu.pinned import PinnedArena, pin_all
 from hetero.rules import Placement
 from hetero.rules.gpu_options import CacheSize
+
+T = TypeVar("T", int, float | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Site:
     rule: str
     cache: CacheSize
     share: float | None
+    defer: int
 
 
 class Fusing:
@@ -50,6 +53,7 @@ class Fusing:
         self.device = torch.device(device)
         self.experts = [site.experts for site in sites]
         self.text = model.config.get_text_config(decoder=True)
+        self.defer = _one_of([site.defer for site in sites], "defer")
         self.rows = options.rows or tuple(n for n in ROWS if n < 2 * options.slots)
 
     def runner(self, vram: Vram | None, limit: int | None) -> GpuRunner:
@@ -100,13 +104,14 @@ class Fusing:
             slots=max(top_k),
             device=self.device,
             backend=options.handoff,
+            defer=self.defer > 0,
         )
         self.say(f"hand-off by {handoff.backend.name} ({handoff.backend.why})")
         return handoff
 
     def _hybrid(self, vram: Vram | None, handoff: Handoff | None) -> tuple[HybridShared, list[HybridExperts]]:
         arenas = self._arenas()
-        shared = HybridShared(self.device)
+        shared = HybridShared(self.device, defer=self.defer)
         slots = [0] * len(self.experts)
         if arenas:
             self._split(shared, arenas)
@@ -119,7 +124,11 @@ class Fusing:
             held = sum(n * wish.expert_bytes for n, wish in zip(slots, wishes, strict=True))
             count = sum(wish.experts for wish in wishes)
             self.say(f"{sum(slots)} of {count} experts lie in GPU memory too, {gib(held)}")
-        port = DirectPort(self.experts, max(self.rows), self.device) if handoff is None else LanePort(handoff)
+        port: Port
+        if handoff is not None:
+            port = LanePort(handoff)
+        else:
+            port = DirectPort(self.experts, max(self.rows), self.device, defer=self.defer > 0)
         hybrid = []
         for layer, one in enumerate(self.experts):
             arena = arenas[layer] if arenas else None
@@ -141,11 +150,7 @@ class Fusing:
 
     def _split(self, shared: HybridShared, arenas: Sequence[PinnedArena]) -> None:
         """What the GPU reads in place: as rules say, else as measured."""
-        told = {site.share for site in self.sites}
-        if len(told) > 1:
-            words = ", ".join(sorted("auto" if one is None else f"{one:g}" for one in told))
-            raise InputError(f"experts: 'share' is one for all layers, and the rules say {words}")
-        (said,) = told
+        said = _one_of([site.share for site in self.sites], "share")
         if said is not None:
             shared.set_share(said)
         elif self.device.type == "cuda":
@@ -156,6 +161,14 @@ class Fusing:
                 f"the GPU reads about {rates.share:.0%} of the experts that it lacks (measured: "
                 f"{rates.bus / 1e9:.0f} GB/s over the bus, {rates.cpu / 1e9:.0f} by the CPU)"
             )
+
+
+def _one_of(values: Sequence[T], key: str) -> T:
+    """What all layers have. Raises InputError where rules say several."""
+    if len(set(values)) > 1:
+        words = ", ".join(sorted("auto" if one is None else f"{one:g}" for one in set(values)))
+        raise InputError(f"experts: '{key}' is one for all layers, and the rules say {words}")
+    return values[0]
 
 
 def check_formats(experts: CpuExperts, device: torch.device) -> None:
@@ -197,7 +210,8 @@ def find_sites(model: Any, placement: Placement) -> list[Site]:
         if not isinstance(module.backend, CpuExperts):
             owner.rule.where.fail("fused layers need all experts in main memory, by backend 'native'")
         experts = owner.options["experts"]
-        sites.append(Site(module.backend, owner.rule.label, experts["cache"], experts["share"]))
+        said = experts["cache"], experts["share"], experts["defer"]
+        sites.append(Site(module.backend, owner.rule.label, *said))
     if not sites:
         raise InputError("op 'fused': the model has no experts that an 'op: moe' keeps in main memory")
     return sites
