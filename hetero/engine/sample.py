@@ -13,6 +13,7 @@ import math
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -139,9 +140,13 @@ class Sampler:
     ) -> None:
         self.params = params
         self.seed = params.seed if params.seed is not None else secrets.randbits(48)
-        self._random = torch.Generator(device="cpu").manual_seed(self.seed)
         self._penalties = Penalties(params, tuple(prompt)) if Penalties.wanted(params) else None
         self._matcher = None if grammar is None else grammar.matcher()
+
+    @cached_property
+    def _random(self) -> torch.Generator:
+        # The most costly part of a sampler, and greedy answers have no use for it.
+        return torch.Generator(device="cpu").manual_seed(self.seed)
 
     @property
     def done(self) -> bool:

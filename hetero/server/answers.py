@@ -20,9 +20,12 @@ DONE = "data: [DONE]\n\n"
 NEVER = -9999.0
 
 
+_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def sse(body: Mapping[str, Any]) -> str:
     """One server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_encoded(body)}\n\n"
 
 
 def usage(results: Sequence[Result], choices: int = 1) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hetero.server import chat, completions, messages, models, operations, page_routes, responses
 from hetero.server.errors import add_error_handlers
+from hetero.server.generation import SEND
 from hetero.server.safety import Guard, Policy
 from hetero.server.state import AppState
 
@@ -57,6 +58,7 @@ class Counted:
                 status = message["status"]
             await send(message)
 
+        scope[SEND] = send
         try:
             await self._app(scope, receive, watched)
         finally:

@@ -18,6 +18,7 @@ from hetero.engine.request import Piece, Request, Result
 from hetero.server.answers import DONE, Head, chat_logprobs, sse, usage
 from hetero.server.chat_protocol import ChatBody
 from hetero.server.dialects import Dialect
+from hetero.server.direct import DirectRoute
 from hetero.server.errors import told
 from hetero.server.generation import EventStream, Generation, begin, finished, merged
 from hetero.server.grammars import MAX_CALLS, Calls, forced, writes_calls
@@ -30,14 +31,14 @@ from hetero.server.turns import Reader, Turn, client_of, finish_reason
 
 def router(state: AppState) -> APIRouter:
     """``POST /v1/chat/completions``."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=DirectRoute)
 
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, http: HttpRequest) -> Response:
         check_model(state, body.model)
         plan = await run_in_threadpool(plan_of, state, body, client_of(http, body.user))
-        generations = begin(state, plan.requests)
         answer = _Answer(state, body, plan)
+        generations = begin(state, plan.requests)
         if body.stream:
             return EventStream(generations, answer.lines(generations))
         return JSONResponse(await finished(http, generations, answer.whole(generations)))
@@ -150,12 +151,13 @@ class _Answer:
         results = []
         scores: list[list[TokenLogprob]] = [[] for _ in generations]
         ends: dict[int, Result] = {}
-        async for index, event in merged(generations):
-            self._read(index, event, generations[index])
-            if isinstance(event, Piece):
-                self._keep(event, scores[index])
-            else:
-                ends[index] = event
+        async for came in merged(generations):
+            for index, event in came:
+                self._read(index, event, generations[index])
+                if isinstance(event, Piece):
+                    self._keep(event, scores[index])
+                else:
+                    ends[index] = event
         for index, turn in enumerate(self._turns):
             results.append(ends[index])
             choices.append(
@@ -174,23 +176,35 @@ class _Answer:
         try:
             for index in range(len(generations)):
                 yield self._chunk(index, {"role": "assistant", "content": ""}, [])
-            async for index, event in merged(generations):
-                waiting = scores[index]
-                if isinstance(event, Piece):
-                    self._keep(event, waiting)
-                for part in self._read(index, event, generations[index]):
-                    yield self._chunk(index, part, waiting)
-                    waiting.clear()
-                if isinstance(event, Result):
-                    ends[index] = event
-                    reason = finish_reason(event, called=self._turns[index].reader.called)
-                    yield self._chunk(index, {}, waiting, reason)
+            async for came in merged(generations):
+                lines = []
+                for index, event in came:
+                    if isinstance(event, Result):
+                        ends[index] = event
+                    lines += self._chunks(index, event, generations[index], scores[index])
+                if lines:
+                    yield "".join(lines)
             if self._body.include_usage:
                 counts = {"usage": self._usage([ends[index] for index in range(len(generations))])}
                 yield sse(self._head.body([], "chat.completion.chunk") | counts)
             yield DONE
         except HeteroError as error:
             yield sse(told(error).body())
+
+    def _chunks(
+        self, index: int, event: Piece | Result, generation: Generation, waiting: list[TokenLogprob]
+    ) -> list[str]:
+        """``waiting``: scores that wait for their text."""
+        if isinstance(event, Piece):
+            self._keep(event, waiting)
+        chunks = []
+        for part in self._read(index, event, generation):
+            chunks.append(self._chunk(index, part, waiting))
+            waiting.clear()
+        if isinstance(event, Result):
+            reason = finish_reason(event, called=self._turns[index].reader.called)
+            chunks.append(self._chunk(index, {}, waiting, reason))
+        return chunks
 
     def _read(self, index: int, event: Piece | Result, generation: Generation) -> list[dict[str, Any]]:
         """Parts of the message that an event makes certain."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
 from hetero.core import HeteroError, InputError
@@ -16,6 +15,7 @@ from hetero.engine.logprobs import TokenLogprob
 from hetero.engine.request import Piece, Request, Result
 from hetero.server.answers import DONE, Head, TextLogprobs, sse, usage
 from hetero.server.completion_protocol import CompletionBody, Prompt
+from hetero.server.direct import DirectRoute, worked
 from hetero.server.errors import told
 from hetero.server.generation import EventStream, Generation, begin, finished, merged
 from hetero.server.models import check_model
@@ -25,14 +25,16 @@ from hetero.server.turns import client_of, finish_reason
 
 def router(state: AppState) -> APIRouter:
     """``POST /v1/completions``."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=DirectRoute)
 
     @routes.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
         check_model(state, body.model)
-        choices = await run_in_threadpool(_choices, state, body, client_of(http, body.user))
-        generations = begin(state, [choice.request for choice in choices])
+        size = sum(map(len, body.prompts)) * body.choices
+        choices = await worked(size, _choices, state, body, client_of(http, body.user))
         answer = _Answer(state, body, choices)
+        # From here on the engine works too, on what may be the last free core.
+        generations = begin(state, [choice.request for choice in choices])
         if body.stream:
             return EventStream(generations, answer.lines(generations))
         return JSONResponse(await finished(http, generations, answer.whole(generations)))
@@ -118,23 +120,29 @@ class _Answer:
             for index, choice in enumerate(self._choices):
                 if choice.echo:
                     yield sse(self._chunk(self._choice(index, choice.echo, None)))
-            async for index, event in merged(generations):
-                part = parts[index]
-                if isinstance(event, Piece):
-                    part.waiting.append(event.logprob)
-                    if event.text:
-                        yield sse(self._chunk(self._piece(index, event.text, part)))
-                    continue
-                results[index] = event
-                if event.tail or any(part.waiting):
-                    yield sse(self._chunk(self._piece(index, event.tail, part)))
-                yield sse(self._chunk(self._choice(index, "", finish_reason(event))))
+            async for came in merged(generations):
+                lines = []
+                for index, event in came:
+                    if isinstance(event, Result):
+                        results[index] = event
+                    lines += self._chunks(index, event, parts[index])
+                if lines:
+                    yield "".join(lines)
             if self._body.include_usage:
                 ended = [results[index] for index in range(len(generations))]
                 yield sse(self._head.body([]) | {"usage": usage(ended, self._body.choices)})
             yield DONE
         except HeteroError as error:
             yield sse(told(error).body())
+
+    def _chunks(self, index: int, event: Piece | Result, part: _Part) -> list[str]:
+        if isinstance(event, Piece):
+            part.waiting.append(event.logprob)
+            return [sse(self._chunk(self._piece(index, event.text, part)))] if event.text else []
+        chunks = []
+        if event.tail or any(part.waiting):
+            chunks.append(sse(self._chunk(self._piece(index, event.tail, part))))
+        return [*chunks, sse(self._chunk(self._choice(index, "", finish_reason(event))))]
 
     def _piece(self, index: int, text: str, part: _Part) -> dict[str, Any]:
         choice = self._choice(index, text, None)

@@ -8,6 +8,7 @@ leaves.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,14 +30,46 @@ class ClientLeftError(HeteroError):
     """The client is gone; nobody reads what would be answered."""
 
 
-class Generation:
-    """One request under way. Whoever has begun it must ``cancel`` it; after the end that does nothing."""
+class _Signal:
+    """Wakes one coroutine of the event loop from the engine's thread, once for all that has come by then."""
 
-    def __init__(self, state: AppState, request: Request) -> None:
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_its_way = self._rung = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        """From any thread. Raises RuntimeError when the loop is closed."""
+        if not self._on_its_way:
+            self._on_its_way = True
+            self._loop.call_soon_threadsafe(self._arrive)
+
+    async def wait(self) -> None:
+        """Until it has been rung since the last time; now and then for nothing."""
+        if not self._rung:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        self._rung = False
+
+    def _arrive(self) -> None:
+        # First of all: what comes from here on rings again.
+        self._on_its_way = False
+        self._rung = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Generation:
+    """One request under way. Whoever has begun it must ``cancel`` it; after the end that does nothing.
+
+    Generations that share a ``signal`` are read by one coroutine.
+    """
+
+    def __init__(self, state: AppState, request: Request, signal: _Signal | None = None) -> None:
         self.request = request
         self._ended = False
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._signal = signal or _Signal()
+        self._events: deque[Event] = deque()
         self._handle: Handle = state.submit(request, self._put)
 
     def cancel(self) -> None:
@@ -50,14 +83,21 @@ class Generation:
         Raises HeteroError when the engine fails, NotReadyError when the server stops before the end.
         """
         while True:
-            event = await self._events.get()
-            if isinstance(event, HeteroError):
-                raise event
-            if isinstance(event, Result) and event.finish_reason == "cancelled" and not self._ended:
-                raise NotReadyError("the server is shutting down")
-            yield event
-            if isinstance(event, Result):
-                return
+            while self._events:
+                event = self._next()
+                yield event
+                if isinstance(event, Result):
+                    return
+            await self._signal.wait()
+
+    def _next(self) -> Piece | Result:
+        """The oldest event that has come. Raises as ``events``."""
+        event = self._events.popleft()
+        if isinstance(event, HeteroError):
+            raise event
+        if isinstance(event, Result) and event.finish_reason == "cancelled" and not self._ended:
+            raise NotReadyError("the server is shutting down")
+        return event
 
     async def result(self) -> tuple[list[Piece], Result]:
         """All of it, at its end."""
@@ -70,8 +110,9 @@ class Generation:
 
     def _put(self, event: Event) -> None:
         """From the engine's thread."""
+        self._events.append(event)
         try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+            self._signal.ring()
         except RuntimeError:
             # The loop is closed: the server has gone and nobody listens.
             self._handle.cancel()
@@ -89,9 +130,10 @@ def begin(state: AppState, requests: Sequence[Request]) -> list[Generation]:
             "(--slots and --max-queue)"
         )
     begun: list[Generation] = []
+    signal = _Signal()
     try:
         for request in requests:
-            begun.append(Generation(state, request))
+            begun.append(Generation(state, request, signal))
     except BaseException:
         for generation in begun:
             generation.cancel()
@@ -123,6 +165,10 @@ async def _left(receive: Receive) -> None:
         pass
 
 
+# Where the application leaves, for each request, the way past what watches only how answers begin.
+SEND = "hetero.send"
+
+
 class EventStream(StreamingResponse):
     """Server-sent events of a few generations; ``content`` reads them and makes the lines.
 
@@ -132,10 +178,11 @@ class EventStream(StreamingResponse):
     def __init__(self, generations: Sequence[Generation], content: AsyncIterator[str]) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._generations = tuple(generations)
+        self._content = content
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The framework would notice only when it next sends, and a request that waits has nothing to send.
-        sending = asyncio.ensure_future(self.stream_response(send))
+        sending = asyncio.ensure_future(self._stream(send, scope.get(SEND, send)))
         leaving = asyncio.ensure_future(_left(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -149,31 +196,36 @@ class EventStream(StreamingResponse):
                 if isinstance(ended, Exception) and not isinstance(ended, OSError):
                     raise ended
 
+    async def _stream(self, send: Send, direct: Send) -> None:
+        """``direct``: for what comes token by token."""
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await send(start)
+        async for lines in self._content:
+            await direct({"type": "http.response.body", "body": lines.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece | Result]]:
-    """Events of all, each with the place of its generation, in the order in which they come."""
-    if len(generations) == 1:
-        async for only in generations[0].events():
-            yield 0, only
-        return
-    queue: asyncio.Queue[tuple[int, Piece | Result | Exception]] = asyncio.Queue()
 
-    async def read(place: int) -> None:
-        try:
-            async for event in generations[place].events():
-                queue.put_nowait((place, event))
-        except Exception as error:
-            queue.put_nowait((place, error))
+async def merged(generations: Sequence[Generation]) -> AsyncIterator[list[tuple[int, Piece | Result]]]:
+    """Events of all that one ``begin`` has made, as they come: what has come since the last time.
 
-    readers = [asyncio.ensure_future(read(place)) for place in range(len(generations))]
-    try:
-        running = len(readers)
-        while running:
-            place, event = await queue.get()
-            if isinstance(event, Exception):
-                raise event
-            running -= isinstance(event, Result)
-            yield place, event
-    finally:
-        for reader in readers:
-            reader.cancel()
+    Each has the place of its generation. Raises as ``Generation.events``, after what came before.
+    """
+    running = dict(enumerate(generations))
+    while running:
+        came: list[tuple[int, Piece | Result]] = []
+        failed: HeteroError | None = None
+        for place, generation in list(running.items()):
+            try:
+                while generation._events and place in running:
+                    event = generation._next()
+                    came.append((place, event))
+                    if isinstance(event, Result):
+                        del running[place]
+            except HeteroError as error:
+                failed = failed or error
+        if came:
+            yield came
+        if failed is not None:
+            raise failed
+        if not came:
+            await generations[0]._signal.wait()

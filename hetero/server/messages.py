@@ -21,13 +21,13 @@ from fastapi import Request as HttpRequest
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from hetero.core import HeteroError, InputError
 from hetero.engine.request import Result
 from hetero.server.chat import Plan
 from hetero.server.dialects import Content, Delta, Reasoning, ToolArgs, ToolStart
+from hetero.server.direct import DirectRoute
 from hetero.server.errors import Told, told
 from hetero.server.generation import EventStream, Generation, begin, finished
 from hetero.server.messages_protocol import CountBody, MessagesBody
@@ -61,7 +61,7 @@ def error_body(error: Told) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-class MessagesRoute(APIRoute):
+class MessagesRoute(DirectRoute):
     """Errors in this API's form, and the id of each request in a header."""
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:

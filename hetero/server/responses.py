@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, Response
 from hetero.core import HeteroError
 from hetero.server.chat import Plan
 from hetero.server.dialects import Content, Delta, Reasoning, ToolArgs, ToolEnd, ToolStart
+from hetero.server.direct import DirectRoute
 from hetero.server.errors import told
 from hetero.server.generation import EventStream, Generation, begin, finished
 from hetero.server.models import check_model
@@ -33,7 +34,7 @@ Event = dict[str, Any]
 
 def router(state: AppState) -> APIRouter:
     """``POST /v1/responses``."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=DirectRoute)
 
     @routes.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesBody, http: HttpRequest) -> Response:

@@ -193,8 +193,9 @@ def test_events_of_many_come_merged_and_a_stop_is_told(served: Served) -> None:
     async def run() -> None:
         requests = [Request((5, place), max_tokens=5 + place) for place in range(3)]
         seen: dict[int, int] = {}
-        async for place, _ in merged(begin(served.state, requests)):
-            seen[place] = seen.get(place, 0) + 1
+        async for came in merged(begin(served.state, requests)):
+            for place, _ in came:
+                seen[place] = seen.get(place, 0) + 1
         assert seen == {place: 5 + place + 1 for place in range(3)}
         (cut,) = begin(served.state, [Request((5,), max_tokens=400)])
         cut.cancel()
