@@ -1,6 +1,7 @@
 """What the server costs: one stream against ``hetero run``'s engine, and eight streams against one.
 
     python benchmarks/serve_overhead.py --rounds 20 --json overhead.json [MODEL]
+    python benchmarks/serve_overhead.py --cpu     # CPU time by threads, around a model that costs nothing
 
 The same request goes to the engine of ``hetero run`` and to a running ``hetero serve`` in turns, so that what
 else the machine does meets both. The server's times are those that a client sees on its socket, the run's
@@ -11,40 +12,52 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
 from served import serving
 
 PROMPT = "Once upon a time there was a whale that"
 
 
-class Alone:
-    """The engine of ``hetero run`` in a process of its own, loaded once, so that turns are seconds apart."""
+class Other:
+    """This file with ``words`` in a process of its own, which answers lines by lines of JSON."""
 
-    def __init__(self, model: list[str], sets: list[str]) -> None:
-        words = [sys.executable, __file__, *model, "--engine"]
-        words += [word for value in sets for word in ("--set", value)]
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, *words: str) -> None:
+        command = [sys.executable, __file__, *words]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, tokens: int) -> tuple[float, float]:
-        """(tokens per second, time to first token in seconds)."""
+    def ask(self, line: str) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(tokens, file=self._process.stdin, flush=True)
-        rate, first = json.loads(self._process.stdout.readline())
-        return rate, first
+        print(line, file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+class Alone(Other):
+    """The engine of ``hetero run``, loaded once, so that turns are seconds apart."""
+
+    def __init__(self, model: list[str], sets: list[str]) -> None:
+        super().__init__(*model, "--engine", *[word for value in sets for word in ("--set", value)])
+
+    def run(self, tokens: int) -> tuple[float, float]:
+        """(tokens per second, time to first token in seconds)."""
+        rate, first = self.ask(str(tokens))
+        return rate, first
 
 
 def engine(model: str | None, sets: list[str]) -> None:
@@ -68,23 +81,47 @@ def engine(model: str | None, sets: list[str]) -> None:
 
 
 def stream_once(url: str, tokens: int, number: int = 0) -> tuple[float, float]:
-    """The same of one stream, by the clock of a client; ``number`` makes prompts differ."""
+    """The same of one stream, by the clock of a client; ``number`` makes prompts differ.
+
+    A client that only takes what comes, for its own work is done on the same cores: it reads afterwards.
+    """
     body = {"prompt": PROMPT + " " * number, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    first = last = 0.0
-    with httpx.Client(base_url=url, timeout=600) as client:
-        # The connection is there, as it is with any client that has asked before.
-        client.get("/health/live")
+    where = urlsplit(url)
+    address = (where.hostname or "", where.port or 80)
+    with socket.create_connection(address, timeout=600) as connection:
+        # The connection is known, as it is with any client that has asked before.
+        connection.sendall(_request("GET", "/health/live", b""))
+        list(_received(connection, b"}"))
+        words = _request("POST", "/v1/completions", json.dumps(body | {"stream": True}).encode())
         began = time.perf_counter()
-        with client.stream("POST", "/v1/completions", json=body | {"stream": True, "logprobs": 0}) as answer:
-            lines = [(time.perf_counter(), line) for line in answer.iter_lines()]
-        for at, line in lines:
-            if not line.startswith("data: {"):
-                continue
-            choices = json.loads(line[6:])["choices"]
-            if choices and choices[0]["text"]:
-                last = at
-                first = first or last
-    return (tokens - 1) / (last - first), first - began
+        connection.sendall(words)
+        received = list(_received(connection, b"\r\n0\r\n\r\n"))
+    times = [at for at, part in received if _has_text(part)]
+    # A few tokens may have come at once.
+    seconds = times[-1] - times[0]
+    return (tokens - 1) / seconds if seconds else math.inf, times[0] - began
+
+
+def _received(connection: socket.socket, end: bytes) -> Iterator[tuple[float, bytes]]:
+    """What comes and when, until ``end`` has come."""
+    last = b""
+    while not last.endswith(end):
+        part = connection.recv(1 << 16)
+        if not part:
+            raise ConnectionError(f"the answer has no end: {last!r}")
+        yield time.perf_counter(), part
+        last = (last + part)[-1000:]
+
+
+def _request(method: str, path: str, body: bytes) -> bytes:
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+    return f"{head}content-type: application/json\r\n\r\n".encode() + body
+
+
+def _has_text(part: bytes) -> bool:
+    """Whether an event with text is within what came at once; the server sends no event in parts."""
+    events = [line[6:] for line in part.split(b"\n") if line.startswith(b"data: {")]
+    return any(choice["text"] for event in events for choice in json.loads(event)["choices"])
 
 
 def streams(url: str, tokens: int, count: int) -> float:
@@ -127,6 +164,49 @@ def measure(url: str, alone: Alone, rounds: int, tokens: int) -> dict[str, Any]:
     }
 
 
+def client(url: str) -> None:
+    """Answers every line of stdin, "requests tokens", by the CPU milliseconds that its own work took."""
+    for line in sys.stdin:
+        requests, tokens = map(int, line.split())
+        began = time.process_time()
+        for _ in range(requests):
+            stream_once(url, tokens)
+        print(json.dumps((time.process_time() - began) * 1e3), flush=True)
+
+
+def cpu(tokens: int, rounds: int) -> dict[str, Any]:
+    """CPU milliseconds and sleeps of every thread around a model that costs nothing; medians."""
+    from instant import engine_alone, instant_server
+
+    def of(requests: int, tokens: int) -> dict[str, tuple[float, float]]:
+        before = server.used()
+        client_ms = browser.ask(f"{requests} {tokens}")
+        after = server.used()
+        found = {
+            name: (after[name].ms - before[name].ms, after[name].sleeps - before[name].sleeps)
+            for name in after
+        }
+        return found | {"client": (client_ms, 0)}
+
+    with instant_server() as server:
+        browser = Other("--client", server.url)
+        try:
+            of(3, 16)
+            # What a request costs once is the same for both lengths.
+            runs = [(of(8, 2), of(1, 2), of(1, tokens + 2)) for _ in range(rounds)]
+        finally:
+            browser.close()
+    median = statistics.median
+    each = {}
+    for name in runs[0][0]:
+        each[name] = {
+            "token_ms": median((long[name][0] - short[name][0]) / tokens for _, short, long in runs),
+            "token_sleeps": median((long[name][1] - short[name][1]) / tokens for _, short, long in runs),
+            "request_ms": median(eight[name][0] / 8 for eight, _, _ in runs),
+        }
+    return {"tokens": tokens, "rounds": rounds, "run_token_ms": engine_alone(PROMPT, tokens), "threads": each}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", nargs="?")
@@ -134,10 +214,29 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument(
+        "--cpu", action="store_true", help="CPU time of each thread around a model that costs nothing"
+    )
+    parser.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
         engine(args.model, args.sets)
+        return 0
+    if args.client:
+        client(args.client)
+        return 0
+    rounds, tokens = min(max(args.rounds, 2), 100), min(args.tokens, 1000)
+    if args.cpu:
+        result = cpu(tokens, rounds)
+        print(f"hetero run's engine: {result['run_token_ms']:.3f} ms a token")
+        for name, use in result["threads"].items():
+            print(
+                f"{name:7} {use['token_ms']:.3f} ms and {use['token_sleeps']:.2f} sleeps a token, "
+                f"{use['request_ms']:.2f} ms a request of two tokens"
+            )
+        if args.json:
+            Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
         return 0
     model = [args.model] if args.model else []
     options = [word for value in args.sets for word in ("--set", value)]
@@ -145,7 +244,7 @@ def main() -> int:
     with serving(*model, "--no-prefix-cache", *options) as (_, url):
         alone = Alone(model, args.sets)
         try:
-            result = measure(url, alone, min(max(args.rounds, 2), 100), min(args.tokens, 1000))
+            result = measure(url, alone, rounds, tokens)
         finally:
             alone.close()
     for name, unit in (("tok_s", "tok/s"), ("ttft_ms", "TTFT ms")):
