@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hetero import cli_doctor, cli_launch, cli_pack, cli_plan, cli_profile, cli_rules, cli_stats, terminal
+from hetero import (
+    cli_bench,
+    cli_doctor,
+    cli_launch,
+    cli_pack,
+    cli_plan,
+    cli_profile,
+    cli_rules,
+    cli_stats,
+    terminal,
+)
 from hetero.config import MAX_THREADS, debug, settings, wait_passively
 from hetero.core import HeteroError, InputError, MachineError
 from hetero.trace_file import check_writable, to_file
@@ -82,6 +92,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_rules.app, name="rules")
 app.command("profile")(cli_profile.profile)
+app.command("bench")(cli_bench.bench)
 app.command("stats")(cli_stats.show)
 app.command("plan")(cli_plan.plan)
 app.command("pack")(cli_pack.pack)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class MoeBlock(nn.Module):
         self._buffers = block._buffers
         self.recipe = recipe
         self.block_class = type(block).__name__
+        # May change the choice of experts: (ids [T, k], weights [T, k]) -> those that are used instead.
+        self.routing: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
         self.training = block.training
 
         def value(name: str) -> Any:
@@ -103,7 +105,8 @@ class MoeBlock(nn.Module):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         routed = self._route(hidden_states if recipe.router_unflattened else x, kwargs)
         experts: Any = self.experts
-        pending: Pending = experts.submit(self._through(recipe.before, x), routed[2], routed[1])
+        ids, weights = (routed[2], routed[1]) if self.routing is None else self.routing(routed[2], routed[1])
+        pending: Pending = experts.submit(self._through(recipe.before, x), ids, weights)
         shared = self._shared_output(x, routed)
         out = self._through(recipe.after, pending.collect())
         out = self._combine(out, shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig
 from typer.testing import CliRunner, Result
 
-from hetero import cli
+from hetero import cli, cpu
 from hetero.core import InputError, MachineError
 from hetero.cpu import pack_matrix
 from hetero.engine.generate import Engine
@@ -25,6 +26,16 @@ from hetero.model import synthetic
 from hetero.model.shapes import resolve_model, shape_names
 from tests.model.tiny import COMMON, FAMILIES
 from tests.model.tiny_moe import tiny_config
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads, before = cpu.threads(), torch.get_num_threads()
+    monkeypatch.setenv("HETERO_THREADS", "1")
+    torch.set_num_threads(1)
+    yield
+    cpu.set_threads(threads)
+    torch.set_num_threads(before)
 
 
 def small(model_type: str, **changes: Any) -> dict[str, Any]:

@@ -1,0 +1,419 @@
+"""``hetero bench``: the whole command on the CPU, its parts, and what it says to bad options."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from hetero import cli, cpu
+from hetero.core import InputError
+from hetero.cpu import CpuExperts
+from hetero.engine.synthetic import load_synthetic
+from hetero.formats import parse_format
+from hetero.model.build import build_meta, describe, load_config
+from hetero.model.shapes import resolve_model
+from hetero.model.synthetic import cut_layers
+from hetero.plan import families
+from hetero.registry import op_names
+from hetero.report import bandwidth, bench_load
+from hetero.report.bandwidth import CpuReads, Rates, threads_within
+from hetero.report.bench import Bench, Series, spread
+from hetero.report.bench_load import Memory, Options
+from hetero.report.bench_rules import GpuRules
+from hetero.report.bench_runs import Counts, ModulesRun
+from hetero.report.bench_text import show
+from hetero.report.bound import Bound, hardware_of
+from hetero.report.forced import ForcedRouting
+from hetero.report.routing import make_table, save_table
+from hetero.rules import load_rules, match
+from hetero.rules.options import schemas_for
+
+SMALL: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64,
+    "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 32, "num_experts": 16, "num_experts_per_tok": 3, "max_position_embeddings": 256,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Any:
+    threads, before = cpu.threads(), torch.get_num_threads()
+    monkeypatch.setattr(bandwidth, "READ_BYTES", 1 << 20)
+    monkeypatch.setenv("HETERO_THREADS", "1")
+    cpu.set_threads(1)
+    torch.set_num_threads(1)
+    yield
+    cpu.set_threads(threads)
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> Path:
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(SMALL))
+    return path
+
+
+def call(*args: object) -> Result:
+    return CliRunner().invoke(cli.app, ["bench", *map(str, args)])
+
+
+SHORT = ("--no-gpu", "--context", 12, "--tokens", 4, "--runs", 2, "--threads", 1)
+
+
+def test_a_shape_is_measured(shape: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ("--routing", "local,router", "--batch", "1,2", "--prefill", "5", "--json", out)
+    done = call(f"synthetic:{shape}", *SHORT, *options, "--predict", "rtx4090-7950x")
+    assert done.exit_code == 0, done.output
+    for words in ("of bound", "local routing:", "predicted, not measured, on rtx4090-7950x", "CPU reads"):
+        assert words in done.stdout
+    found = json.loads(out.read_text())
+    assert (found["kind"], found["version"], found["synthetic"]) == ("hetero-bench", 1, True)
+    assert found["hardware"]["date"]
+    assert found["cpu"]["threads"] == 1
+    assert [(one["routing"], one["rows"]) for one in found["decode"]] == [
+        ("local", 1), ("local", 2), ("router", 1), ("router", 2),
+    ]  # fmt: skip
+    for one in found["decode"]:
+        rate, bound = one["tok_s"], one["bound"]
+        assert len(rate["rounds"]) == 2
+        assert rate["q1"] <= rate["median"] <= rate["q3"]
+        assert bound["share"] == pytest.approx(rate["median"] / bound["tok_s"])
+        assert bound["binds"] in [term["name"] for term in bound["terms"]]
+        assert one["hit_rate"] is None
+        layer = one["bytes_a_step"]["cpu"] / found["expert_bytes"]["one"] / 2
+        assert 3 <= layer <= 3 * one["rows"]  # experts of a layer
+        assert (layer == 3) == (one["rows"] == 1)
+    (prefill,) = found["prefill"]
+    assert prefill["tokens"] == 5
+    assert prefill["tok_s"]["rounds"] == pytest.approx([5 / t for t in prefill["ttft_s"]["rounds"]])
+    assert set(found["rates"]) == {"cpu"}
+    assert len(found["rates"]["cpu"]["rounds"]) == 5
+    assert found["tables"]["local"]["rows"] == 2
+    assert "gpu_memory" not in found
+
+
+def test_a_table_can_be_kept_and_replayed(shape: Path, tmp_path: Path) -> None:
+    table = tmp_path / "table.npy"
+    model = f"synthetic:{shape}"
+    done = call(model, *SHORT, "--routing", "local", "--save-routing", table)
+    assert done.exit_code == 0, done.output
+    assert "2 layers, 12 steps, 1 rows, 3 experts" in done.stderr
+    done = call(model, *SHORT, "--routing", f"trace:{table}", "--json", "-")
+    assert done.exit_code == 0, done.output
+    (one,) = json.loads(done.stdout)["decode"]
+    assert one["routing"] == f"trace:{table}"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--routing", "lokal"), "--routing lokal: must be one of router, uniform, local or trace:FILE"),
+        (("--routing", "local,local"), "--routing local,local: must be different words with commas"),
+        (("--routing", "trace:/none.npy"), "--routing trace:/none.npy: cannot be read: No such file"),
+        (("--batch", "1,x"), "--batch 1,x: must be whole numbers with commas"),
+        (("--batch", "17"), "--batch 17: must be from 1 to 16"),
+        (("--prefill", "0"), "--prefill 0: must be at least 1"),
+        (("--tokens", "0"), "--tokens 0: must be from 1"),
+        (("--runs", "0"), "--runs 0: must be from 1"),
+        (("--context", "4", "--tokens", "4"), "--context 4: has no room for a prompt of 1 and then 4"),
+        (("--context", "9", "--prompt", "8", "--tokens", "4"), "no room for a prompt of 8 and then 4"),
+        (("--threads", "0"), "--threads 0: must be from 1 to 4096"),
+        (("--cpu-gbps-cap", "0"), "--cpu-gbps-cap 0: must be above 0"),
+        (("--chunk", "0"), "--chunk 0: must be at least 1"),
+        (("--handoff", "smoke"), "--handoff smoke: must be one of auto, memop, spin, hostfunc"),
+        (("--wait", "long"), "--wait long: must be one of block, spin, nap"),
+        (("--layers", "0"), "--layers 0: must be at least 1"),
+        (("--share", "2"), "--share 2: must be auto or numbers from 0 to 1"),
+        (("--share", "half"), "--share half: must be auto or numbers from 0 to 1"),
+        (("--cache", "much"), "--cache: 'much' must be auto, 0, a size like 12GiB or a part like 30%"),
+        (("--vram", "24"), "--vram 24: is no size; a unit is missing"),
+        (("--dense", "int8"), "--dense int8: must be one of float32, bfloat16, float16 without a GPU"),
+        (("--format", "q4_k"), "weights cannot be turned into 'q4_k'"),
+        (("--format", "int3"), "unknown weight format 'int3'"),
+        (("--serial",), "--serial: compares CPU, PCIe and GPU, and needs a GPU"),
+        (("--vram", "24GiB"), "--vram, --cache and --share: are of a GPU, and there is none"),
+        (("--isa", "mmx"), "--isa mmx: must be one of"),
+        (("--predict", "cray1"), "cray1"),
+        (("--json", "/none/out.json"), "/none"),
+    ],
+)
+def test_bad_options_are_told(shape: Path, options: tuple[str, ...], said: str) -> None:
+    done = call(f"synthetic:{shape}", "--no-gpu", *options)
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_an_unknown_shape_is_told() -> None:
+    done = call("synthetic:qwen3-31b", "--no-gpu")
+    assert done.exit_code == 2
+    assert "did you mean qwen3-30b-a3b" in done.stderr
+
+
+def test_layers_are_cut_and_that_is_said(shape: Path) -> None:
+    done = call(f"synthetic:{shape}", *SHORT, "--layers", 1, "--json", "-")
+    found = json.loads(done.stdout)
+    assert found["layers"] == 1
+    assert found["decode"][0]["bytes_a_step"]["cpu"] == 3 * found["expert_bytes"]["one"]
+
+
+def test_tables_replace_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps alone, for every layer and row, one row of the table after the other."""
+    seen: list[torch.Tensor] = []
+    forward = CpuExperts.forward
+
+    def spy(self: CpuExperts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        seen.append(ids.clone())
+        assert weights.sum(1) == pytest.approx(1.0, abs=1e-3)  # the router's own
+        return forward(self, x, ids, weights)
+
+    monkeypatch.setattr(CpuExperts, "forward", spy)
+    loaded = load_synthetic(SMALL, threads=1)
+    run = ModulesRun(loaded.runnable.model)
+    table = make_table("uniform", layers=2, steps=3, rows=2, experts=16, top_k=3, seed=1)
+    forced = ForcedRouting(table, "cpu")
+    run.force(forced)
+    states = [run.prefill([1, 2, 3, 4])[0] for _ in range(2)]
+    assert all(len(ids) == 4 for ids in seen)
+    for step in range(5):
+        seen.clear()
+        run.step(states, [1, 2])
+        wanted = torch.from_numpy(table[:, step % 3]).long()
+        assert torch.equal(torch.stack(seen), wanted)
+    forced.start(1)
+    seen.clear()
+    run.step(states[:1], [1])
+    assert torch.equal(torch.stack(seen), torch.from_numpy(table[:, 1, :1]).long())
+    other = make_table("local", layers=2, steps=3, rows=2, experts=16, top_k=3, seed=2)
+    forced.use(other)
+    seen.clear()
+    run.step(states, [1, 2])
+    assert torch.equal(torch.stack(seen), torch.from_numpy(other[:, 0]).long())
+    with forced.decoding(), pytest.raises(ValueError, match="a step of 3 rows, the table has 2"):
+        forced(0, torch.zeros(3, 3), torch.zeros(3, 3))
+    before = run.counts()
+    run.force(None)
+    run.step(states[:1], [1])
+    assert run.counts().since(before) == Counts(cpu=6)
+
+
+def test_experts_of_blocks_with_code_of_their_own_cannot_be_forced(tmp_path: Path) -> None:
+    loaded = load_synthetic(SMALL, threads=1)
+    model: Any = loaded.runnable.model
+    run = ModulesRun(model)
+    run._blocks.pop()
+    with pytest.raises(InputError, match="use --routing router"):
+        run.force(ForcedRouting(make_table("local", layers=2, steps=1, rows=1, experts=16, top_k=3), "cpu"))
+
+
+def test_quartiles() -> None:
+    assert spread([3.0]) == {"median": 3.0, "q1": 3.0, "q3": 3.0, "rounds": [3.0]}
+    found = spread([5.0, 1.0, 4.0, 2.0, 3.0])
+    assert (found["median"], found["q1"], found["q3"]) == (3.0, 2.0, 4.0)
+
+
+def test_a_step_of_more_rows_than_the_model_takes() -> None:
+    run = ModulesRun(load_synthetic(SMALL, threads=1).runnable.model)
+    run.most_rows = 1
+    assert run.rows_of(3) == 3
+    with pytest.raises(InputError, match="--batch 2: this model runs at most 1 sequences a step"):
+        Bench(run, Series(batches=(1, 2)), 64)
+
+
+RATES = Rates(
+    cpu=[100.0, 102.0, 104.0], pcie=[50.0], copy=[55.0], cpu_of_both=[78.0], pcie_of_both=[48.0],
+    gpu=[3600.0], launch_us=[1.1],
+)  # fmt: skip
+
+
+def flagship(**changes: Any) -> Bound:
+    inventory = families.inventory(resolve_model("synthetic:qwen3.8-flash-next-125b").config)
+    assert inventory is not None
+    given: dict[str, Any] = {
+        "inventory": inventory,
+        "hardware": hardware_of(RATES, "NVIDIA H200", 141 * 10**9),
+        "fmt": parse_format("int4"),
+        "dense": "int8",
+        "slots": int(0.27 * 48 * 512),
+        "vram": 24 << 30,
+    }
+    return Bound(**(given | changes))
+
+
+def test_the_bound_takes_what_the_run_measured() -> None:
+    bound = flagship()
+    assert bound.hardware.ram.read_gb_s.value == 102.0
+    assert bound.hardware.cpu.expert_share.value == 1.0
+    local, uniform = (bound.decode(name, 1, 1024) for name in ("local", "uniform"))
+    assert local.tok_s > 1.3 * uniform.tok_s
+    assert uniform.hit_rate == pytest.approx(0.27, abs=0.01)
+    terms = {term.name: term for term in uniform.terms}
+    # All but the hits, CPU and PCIe in proportion to what both have at once.
+    missing = 0.73 * 48 * 10 * 2.765e6
+    assert terms["experts, CPU"].ms == pytest.approx(missing / 126e9 * 1e3, rel=0.02)
+    assert terms["experts, PCIe"].bytes / terms["experts, CPU"].bytes == pytest.approx(48 / 78, rel=0.01)
+    assert bound.decode("router", 1, 1024).tok_s == uniform.tok_s
+    slower = flagship(hardware=hardware_of(Rates(cpu=[50.0]), "NVIDIA H200", 141 * 10**9))
+    assert slower.decode("uniform", 1, 1024).tok_s < uniform.tok_s
+
+
+def test_counted_hits_take_the_place_of_those_of_the_plan() -> None:
+    bound = flagship()
+    best = bound.decode("local", 1, 1024)
+    assert bound.decode("local", 1, 1024, hits=best.hit_rate).tok_s == pytest.approx(best.tok_s)
+    assert bound.decode("local", 1, 1024, hits=0.4).tok_s < best.tok_s
+    assert bound.decode("local", 1, 1024, hits=1.0).tok_s > best.tok_s
+
+
+def test_a_bound_without_a_share_of_pcie() -> None:
+    alone = flagship(shared=False).decode("uniform", 1, 1024)
+    both = flagship().decode("uniform", 1, 1024)
+    assert alone.tok_s < both.tok_s
+    cpu_term = next(term for term in alone.terms if term.name == "experts, CPU")
+    assert cpu_term.gb_s == 102.0
+
+
+def test_the_bound_of_a_cpu_alone() -> None:
+    bound = flagship(hardware=hardware_of(RATES, None), slots=0, dense="float32", vram=None)
+    found = bound.decode("uniform", 1, 1024)
+    assert {term.name for term in found.terms} == {"dense layers, CPU", "keys and values", "experts, CPU"}
+    assert bound.prefill(512).way == "CPU"
+
+
+def test_reads_go_through_all_layers(generator: torch.Generator) -> None:
+    run = ModulesRun(load_synthetic(SMALL, threads=1).runnable.model)
+    layers = [op.backend for op in run._ops]
+    reads = CpuReads(layers)
+    total = sum(layer.nbytes for layer in layers)
+    assert reads.run(10 * total) == total
+    each = layers[0].nbytes // 16
+    assert reads.run(3 * each) == 3 * each
+    assert reads.run(layers[0].nbytes) == layers[0].nbytes  # over the end of a layer
+    assert reads._layer == 1
+    assert reads.gb_s() > 0
+
+
+def test_threads_are_taken_away_until_reads_fit() -> None:
+    class Made:
+        """Twelve GB/s a thread."""
+
+        def run(self, nbytes: int = 0) -> int:
+            return 0
+
+        def gb_s(self) -> float:
+            return 12.0 * cpu.threads()
+
+    made: Any = Made()
+    assert threads_within(25.0, made, 4) == 2
+    assert cpu.threads() == 2
+    assert threads_within(5.0, made, 3) == 1
+    assert threads_within(100.0, made, 4) == 4
+
+
+def test_a_gpus_plain_read_reads_everything(generator: torch.Generator) -> None:
+    pytest.importorskip("triton")
+    from hetero.ops.gpu.read import plain_read
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for words in (1, 1000, 40_000):
+        memory = torch.randint(1 << 30, (words,), generator=generator).to(device)
+        assert int(plain_read(memory, device).sum()) == int(memory.sum())
+
+
+@pytest.mark.parametrize("name", ["qwen3.8-flash-next-125b", "qwen3-30b-a3b", "gpt-oss-120b", "mixtral-8x7b"])
+def test_rules_of_a_gpu_fit_the_shapes(name: str, tmp_path: Path) -> None:
+    config = load_config(cut_layers(resolve_model(f"synthetic:{name}").config, 4))
+    modules = describe(build_meta(config))
+    for made in (
+        GpuRules("int4 g32"),
+        GpuRules("int8", dense="bfloat16", cache="12GiB", share="0.4", tied=True),
+        GpuRules("int4 g32", fused=False),
+    ):
+        path = tmp_path / "rules.yaml"
+        path.write_text(made.text())
+        placement = match(
+            load_rules(path),
+            modules,
+            devices=("cpu", "cuda:0"),
+            ops=schemas_for(op_names()),
+            model_type=config.model_type,
+        )
+        ops = {one.op for one in placement.assignments}
+        assert ("fused" in ops) == made.fused
+        assert ("linear" in ops) == (made.dense == "int8")
+        (table,) = (one for one in placement.assignments if one.module.endswith("embed_tokens"))
+        assert table.device == ("cpu" if made.fused and not made.tied else "cuda:0")
+        moe = next(one for one in placement.assignments if one.op == "moe")
+        assert moe.options["experts"]["numa"] == "off"
+
+
+def test_peak_memory_is_looked_at_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [100, 97, 91, 95]  # before, and then
+
+    def told() -> int:
+        return free.pop(0) if len(free) > 1 else free[0]
+
+    monkeypatch.setattr(bench_load, "_POLL_S", 0.005)
+    memory = Memory(8, told)
+    with memory.watched():
+        while len(free) > 1:
+            time.sleep(0.001)
+    assert memory.peak == 9
+    assert memory.look() == 5
+    assert memory.source == "NVML"
+
+
+def test_a_result_of_a_gpu_is_shown() -> None:
+    series = {
+        "routing": "local", "rows": 1, "tok_s": spread([120.0, 121.0]), "share": None,
+        "step_ms": spread([8.2]), "prompt_s": spread([0.5]), "hit_rate": 0.81,
+        "bytes_a_step": {"gpu": 1.1e9, "pcie": 1e8, "cpu": 2e8, "moved": 0},
+        "bound": {"tok_s": 150.0, "share": 0.8, "binds": "experts, CPU"},
+        "cpu_work_us_a_layer": spread([50.0]), "handoff_us_a_layer": spread([8.0]), "launches": 1210,
+    }  # fmt: skip
+    slow = {**series, "tok_s": spread([90.0])}
+    result = {
+        "model": "big", "layers": None, "synthetic": True, "hardware": {"cpu": "C", "gpu": "G", "date": "D"},
+        "options": {"format": "int4 g32", "dense": "int8"}, "cpu": {"threads": 15},
+        "rates": {name: spread(rounds) for name, rounds in vars(RATES).items()},
+        "decode": [series], "serial": [slow], "prefill": [], "dense_ms": {"1": 3.1}, "tables": {},
+        "gpu_memory": {"cap": 24 << 30, "peak": 25 << 30, "under_cap": False, "used_by_others_before": 1},
+        "notes": ["a note"],
+    }  # fmt: skip
+    console = Console(width=220, file=io.StringIO())
+    show(result, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for words in (
+        "120.5", "80% of 150.0", "81%", "1.10/0.10/0.20", "50.0", "8.0", "1210",
+        "dense half alone, 1 rows: 3.10",
+        "25.0 GiB of 24.0 GiB: OVER THE CAP", "34% more tokens when all work at once", "note: a note",
+        "both at once 78",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_options_of_a_gpu_are_kept_from_a_cpu(shape: Path) -> None:
+    ref = resolve_model(f"synthetic:{shape}")
+    options = Options(ref, SMALL, parse_format("int4"), "float32", gpu=False, cache="0")
+    with pytest.raises(InputError, match="are of a GPU"):
+        bench_load.check_options(options)
+
+
+def test_a_table_for_another_model_is_refused(tmp_path: Path, shape: Path) -> None:
+    path = tmp_path / "other.npy"
+    save_table(path, make_table("local", layers=2, steps=4, rows=1, experts=64, top_k=3))
+    done = call(f"synthetic:{shape}", *SHORT, "--routing", f"trace:{path}")
+    assert done.exit_code == 2
+    assert "the model has 16 experts" in done.stderr
