@@ -491,17 +491,22 @@ class CpuExperts:
         """Parts that have not been put, by expert."""
         return [(e, p) for e in range(self.spec.num_experts) for p in self._parts if (e, p) not in self._put]
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         """Weighted sum of the experts: x [T, hidden], ids [T, k], weights [T, k] -> float32 [T, hidden].
 
-        x is float32, bfloat16 or float16; ids outside [0, experts) contribute zero. The GIL is released.
+        x is float32, bfloat16 or float16; ids outside [0, experts) contribute zero. ``out``: where the sum
+        shall stand, contiguous. The GIL is released.
         """
         x, ids = self._checked(x, ids, (ids.shape[0], self.spec.hidden))
         if weights.shape != ids.shape:
             raise ValueError(f"weights {list(weights.shape)}, ids {list(ids.shape)}")
         if weights.dtype != torch.float32 or not weights.is_contiguous():
             weights = weights.float().contiguous()
-        out = torch.empty(ids.shape[0], self.spec.hidden, dtype=torch.float32)
+        shape = (ids.shape[0], self.spec.hidden)
+        if out is None:
+            out = torch.empty(shape, dtype=torch.float32)
+        elif out.shape != shape or out.dtype != torch.float32 or not out.is_contiguous():
+            raise ValueError(f"output {list(out.shape)} of {out.dtype}")
         self._call(self._experts.forward, x, ids, weights.data_ptr(), out.data_ptr())
         return out
 

@@ -13,6 +13,7 @@ from hetero.core import Activation, ActKind, ExpertSpec, InputError
 from hetero.cpu import CpuExperts
 from hetero.formats import parse_format
 from hetero.ops.gpu.experts import GpuExperts, _tiles
+from hetero.ops.gpu.launch import sorted_places
 from hetero.quant.pack import dequantise, quantise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,16 +121,20 @@ def test_a_number_that_is_none_reaches_the_output(generator: torch.Generator) ->
 
 
 def test_tiles_hold_every_pair_once(generator: torch.Generator) -> None:
-    for tokens, experts in ((1, 3), (40, 4), (200, 7)):
-        ids = torch.randint(-1, experts + 1, (tokens, 3), generator=generator)
-        order, tiles, of_tile = _tiles(ids, experts)
+    for tokens, experts, rows in ((1, 3, 16), (40, 4, 16), (200, 7, 64)):
+        ids = torch.randint(-1, experts + 1, (tokens, 3), generator=generator).flatten()
+        keys = torch.where((ids >= 0) & (ids < experts), ids, experts)
+        order, places = sorted_places(keys)
+        assert torch.equal(order[places.long()], torch.arange(len(ids), dtype=torch.int32))
         seen = []
-        for (first, last), expert in zip(tiles.tolist(), of_tile.tolist(), strict=True):
+        for (first, last), expert in zip(
+            *(part.tolist() for part in _tiles(keys, experts, rows)), strict=True
+        ):
             pairs = order[first:last].tolist()
-            assert all(int(ids.flatten()[pair]) == expert for pair in pairs)
+            assert len(pairs) <= rows
+            assert all(int(ids[pair]) == expert for pair in pairs)
             seen += pairs
-        here = (ids >= 0) & (ids < experts)
-        assert sorted(seen) == here.flatten().nonzero().flatten().tolist()
+        assert sorted(seen) == (keys < experts).nonzero().flatten().tolist()
 
 
 def test_refusals() -> None:

@@ -13,7 +13,8 @@ from hetero.formats import parse_format
 from hetero.ops.gpu.hybrid import DirectPort, HybridExperts
 from hetero.ops.gpu.hybrid_shared import LONGEST, HybridShared
 from hetero.ops.gpu.pinned import PinnedArena, pin_all
-from tests.cpu.reference import fill, random_weights
+from tests.cpu.reference import Weights, fill, random_weights
+from tests.triton.flips import EXACT, borders, decoded, excess
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -40,17 +41,17 @@ def inputs(
     return x, ids, torch.rand(rows, spec.top_k, generator=generator)
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double().cpu() - b.double()).norm() / b.double().norm())
-
-
-def check_steps(hybrid: HybridExperts, steps: int, generator: torch.Generator) -> None:
+def check_steps(
+    hybrid: HybridExperts, steps: int, generator: torch.Generator, parts: Weights | None = None
+) -> None:
     spec = hybrid.experts.spec
+    parts = parts or decoded(hybrid.experts)
     for number in range(steps):
         x, ids, weights = inputs(spec, (3, 1, ROWS)[number % 3], generator)
         wanted = hybrid.experts.forward(x, ids, weights)
         hybrid.submit(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
-        assert relative(hybrid.collect(), wanted) < 1e-5, number
+        allowed = borders(hybrid.experts, parts, x, ids, weights)
+        assert excess(hybrid.collect(), wanted, allowed) < EXACT, number
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,8 @@ def test_other_shapes_and_formats(spec: ExpertSpec, fmt: str, generator: torch.G
     absent = torch.tensor([[7, 8]])
     wanted = hybrid.experts.forward(x, absent, weights)
     hybrid.submit(x.to(DEVICE), absent.to(DEVICE), weights.to(DEVICE))
-    assert relative(hybrid.collect(), wanted) < 1e-5
+    allowed = borders(hybrid.experts, decoded(hybrid.experts), x, absent, weights)
+    assert excess(hybrid.collect(), wanted, allowed) < EXACT
     # Biases lie apart from what a program brings, so with them nothing stays.
     assert hybrid.counts().stayed == (not spec.has_bias)
     check_steps(hybrid, 100 if CUDA else 1, generator)
@@ -88,10 +90,11 @@ def test_other_shapes_and_formats(spec: ExpertSpec, fmt: str, generator: torch.G
 def test_a_thousand_steps_of_migrations(generator: torch.Generator) -> None:
     """Any experts change places between steps, besides what the policy moves."""
     hybrid = make(ExpertSpec(64, 512, 256, 6), "int4", 20, 0.4, generator)
+    parts = decoded(hybrid.experts)
     for number in range(1000):
         if number % 5 == 0:
             hybrid.seed(torch.rand(64, generator=generator).tolist())
-        check_steps(hybrid, 1, generator)
+        check_steps(hybrid, 1, generator, parts)
     assert hybrid.counts().stayed > 0
 
 
@@ -115,7 +118,8 @@ def test_two_steps_in_flight_and_something_extra(generator: torch.Generator) -> 
     for x, ids, weights in steps:
         extra = torch.randn(x.shape, generator=generator).bfloat16()
         wanted = hybrid.experts.forward(x, ids, weights) + extra.float()
-        assert relative(hybrid.collect(extra.to(DEVICE)), wanted) < 1e-5
+        allowed = borders(hybrid.experts, decoded(hybrid.experts), x, ids, weights)
+        assert excess(hybrid.collect(extra.to(DEVICE)), wanted, allowed) < EXACT
     with pytest.raises(RuntimeError, match="collect of layer 0, which was not submitted"):
         hybrid.collect()
 

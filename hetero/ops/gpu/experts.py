@@ -12,15 +12,13 @@ from hetero.core import ExpertSpec, InputError, MachineError
 from hetero.cpu import CpuExperts
 from hetero.formats import Format
 from hetero.hw.memory import gib
-from hetero.ops.gpu import grouped_kernels
-from hetero.ops.gpu.launch import ExpertLaunch, check_format
+from hetero.ops.gpu.launch import ExpertLaunch, Sorted, check_format, sorted_places, tiling
 
 EXACT_ROWS = 16
 """Up to so many tokens a step no token's result depends on another's; larger steps use tensor cores."""
 
-_TILE, _BLOCKS, _DEPTH = 64, 4, 64  # of a large step: rows, blocks of outputs, inputs
-# Pairs of a large step are computed so many tokens at a time: their results are float32 for every pair.
-_CHUNK = 2048
+# Of a large step so many are computed at a time: there is a float32 result for each.
+_MOST_PAIRS = 16384
 
 
 class GpuExperts:
@@ -99,51 +97,43 @@ class GpuExperts:
         if x.shape[0] <= EXACT_ROWS:
             launch = self._launch
             return launch.few(self._memory, launch.rows(x), self.addresses(ids), weights)
-        chunks = [slice(at, at + _CHUNK) for at in range(0, x.shape[0], _CHUNK)]
+        tokens = max(1, _MOST_PAIRS // ids.shape[1])
+        chunks = [slice(at, at + tokens) for at in range(0, x.shape[0], tokens)]
         return torch.cat([self._many(x[rows], ids[rows], weights[rows]) for rows in chunks])
 
     def _many(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Pairs sorted by expert, a tile of rows at a time."""
-        spec, sizes, (tokens, slots) = self.spec, self._launch, ids.shape
-        common: dict[str, Any] = {"TILE": _TILE, "BLOCKS": _BLOCKS, "DEPTH": _DEPTH, "TWIN": sizes.twin}
-        order, tiles, experts = _tiles(ids, spec.num_experts)
-        addresses = self.addresses(experts)
-        h = self._empty(tokens * slots, spec.intermediate, torch.bfloat16)
-        grouped_kernels.gate_up_rows[(len(tiles), -(-sizes.blocks_up // _BLOCKS))](
-            self._memory, x.bfloat16(), order, tiles, addresses, h, slots, *sizes.limits,
-            INPUTS=spec.hidden, **sizes.act, **sizes.up, **common,
+        experts, pairs = self.spec.num_experts, ids.numel()
+        shape = tiling(pairs / experts)
+        flat = ids.flatten().long()
+        keys = torch.where((flat >= 0) & (flat < experts), flat, experts)
+        order, places = sorted_places(keys)
+        tiles, of_tile = _tiles(keys, experts, shape.rows)
+        out = torch.empty(x.shape[0], self.spec.hidden, dtype=torch.float32, device=self.device)
+        # Pairs that nobody computes come last; their rows of y are not read.
+        places = torch.where(keys < experts, places, -1)
+        self._launch.many(
+            self._memory, x.bfloat16(), weights, Sorted(order, places, tiles, self.addresses(of_tile)),
+            (0, pairs), out=out, room=self._launch.rooms(pairs), shape=shape, first=True,
         )  # fmt: skip
-        # Rows of pairs that nobody computes stay zero.
-        y = torch.zeros(tokens, slots, spec.hidden, dtype=torch.float32, device=self.device)
-        grouped_kernels.down_rows[(len(tiles), -(-sizes.blocks_down // _BLOCKS))](
-            self._memory, h, order, tiles, addresses, weights, y,
-            INPUTS=spec.intermediate, **sizes.down, **common,
-        )  # fmt: skip
-        return y.sum(1)
-
-    def _empty(self, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(rows, columns, dtype=dtype, device=self.device)
+        return out
 
 
-def _tiles(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs by expert, cut into tiles: (order int32 [pairs], first and last + 1 of each tile int32 [tiles,
-    2], its expert [tiles]). As many tiles as there may ever be, so that nothing is read back: the last are
-    empty."""
-    flat = ids.flatten().long()
-    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
-    order = torch.argsort(flat, stable=True)
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
+def _tiles(keys: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Pairs sorted by expert, cut into tiles of so many rows: (first and last + 1 of each int32 [tiles, 2],
+    its expert [tiles]); keys [pairs] from ``experts`` on are none. As many tiles as there may ever be, so
+    that nothing is read back: the last are empty."""
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=keys.device)
+    counts.scatter_add_(0, keys, torch.ones_like(keys))
     counts = counts[:experts]
-    of_each = (counts + _TILE - 1) // _TILE
-    most = flat.numel() // _TILE + min(experts, flat.numel())
+    of_each = (counts + rows - 1) // rows
+    most = keys.numel() // rows + min(experts, keys.numel())
     ends = of_each.cumsum(0)
-    tile = torch.arange(most, device=flat.device)
+    tile = torch.arange(most, device=keys.device)
     expert = torch.searchsorted(ends, tile, right=True)
     known = expert.clamp(max=experts - 1)
     within = tile - (ends - of_each)[known]
-    first = (counts.cumsum(0) - counts)[known] + within * _TILE
-    last = torch.minimum(first + _TILE, counts.cumsum(0)[known])
+    first = (counts.cumsum(0) - counts)[known] + within * rows
+    last = torch.minimum(first + rows, counts.cumsum(0)[known])
     empty = expert >= experts
-    tiles = torch.stack([torch.where(empty, 0, first), torch.where(empty, 0, last)], 1)
-    return order.int(), tiles.int(), known
+    return torch.stack([torch.where(empty, 0, first), torch.where(empty, 0, last)], 1).int(), known

@@ -57,19 +57,20 @@ def _decoded(
 
 @triton.jit
 def gate_up_rows(
-    base, x, order, tiles, addresses, h, slots, alpha, gate_max, up_limit, act_max, up_offset,
+    base, x, order, tiles, addresses, h, slots, from_, alpha, gate_max, up_limit, act_max, up_offset,
     INPUTS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr,
     SCALES_AT: tl.constexpr, BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
     DEPTH: tl.constexpr, TWIN: tl.constexpr,
 ):  # fmt: skip
-    """h bf16 [pairs, N], in the sorted order; program (tile of rows, BLOCKS blocks of outputs).
+    """h bf16 [rows, N], in the sorted order from row ``from_`` on; program (BLOCKS blocks of outputs, tile of
+    rows).
 
     ``x`` bf16 [T, INPUTS]; ``order`` int32 [pairs]: pairs by expert; ``tiles`` int32 [tiles, 2]: first and
     last + 1 of the sorted rows of a tile, all of one expert, equal where the tile is empty; ``addresses``
     int64 [tiles].
     """
-    tile, chunk = tl.program_id(0), tl.program_id(1)
+    chunk, tile = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     expert = tl.load(addresses + tile)
     if begin < end and expert != 0:
@@ -102,19 +103,19 @@ def gate_up_rows(
             value = combined(one, up, alpha, gate_max, up_limit, act_max, up_offset, KIND)
         else:
             value = _act(one, alpha, KIND)
-        target = h + place[:, None].to(tl.int64) * N + out[None, :]
+        target = h + (place - from_)[:, None].to(tl.int64) * N + out[None, :]
         tl.store(target, _to_bf16(value, TWIN), live[:, None] & wide[None, :])
 
 
 @triton.jit
 def down_rows(
-    base, h, order, tiles, addresses, weights, y,
+    base, h, order, tiles, addresses, weights, y, from_,
     INPUTS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr,
     SCALES_AT: tl.constexpr, BEGIN: tl.constexpr, BIAS_AT: tl.constexpr, FORMAT: tl.constexpr,
     HAS_BIAS: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr, DEPTH: tl.constexpr, TWIN: tl.constexpr,
 ):  # fmt: skip
-    """y float32 [pairs, N], in the order of pairs: each one's weighted output; other rows stay unwritten."""
-    tile, chunk = tl.program_id(0), tl.program_id(1)
+    """y float32 [rows, N], in the sorted order from row ``from_`` on: each pair's weighted output."""
+    chunk, tile = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     expert = tl.load(addresses + tile)
     if begin < end and expert != 0:
@@ -127,7 +128,7 @@ def down_rows(
         for first in range(0, K, DEPTH):
             at = first + tl.arange(0, DEPTH)
             here = live[:, None] & (at < INPUTS)[None, :]
-            rows = tl.load(h + place[:, None].to(tl.int64) * INPUTS + at[None, :], here, 0.0)
+            rows = tl.load(h + (place - from_)[:, None].to(tl.int64) * INPUTS + at[None, :], here, 0.0)
             w = _decoded(block, blocks, first, K, BLOCK_BYTES, GROUP, SCALES_AT, FORMAT, BLOCKS, DEPTH, TWIN)
             total = _product(rows, w, total, TWIN)
         out = chunk * BLOCKS * ROWS + tl.arange(0, ROWS * BLOCKS)
@@ -136,4 +137,25 @@ def down_rows(
             bias = _at(base, expert).to(tl.pointer_type(tl.float32)) + BIAS_AT // 4
             total += tl.load(bias + out, wide, 0.0)[None, :]
         total *= tl.load(weights + pair, live, 0.0)[:, None]
-        tl.store(y + pair[:, None].to(tl.int64) * N + out[None, :], total, live[:, None] & wide[None, :])
+        target = y + (place - from_)[:, None].to(tl.int64) * N + out[None, :]
+        tl.store(target, total, live[:, None] & wide[None, :])
+
+
+@triton.jit
+def combine(y, places, out, slots, from_, to, N: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr):
+    """out float32 [T, N]: the sum of what stands in y [to - from_, N] of each token's pairs, in the order of
+    slots, added to what out has unless FIRST; program (token, WIDTH columns). ``places`` int32 [T, slots]:
+    the sorted row of each pair."""
+    token = tl.program_id(0)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    here = column < N
+    target = out + token.to(tl.int64) * N + column
+    total = tl.zeros((WIDTH,), tl.float32)
+    if not FIRST:
+        total = tl.load(target, here, 0.0)
+    for slot in range(slots):
+        place = tl.load(places + token * slots + slot)
+        if (place >= from_) & (place < to):
+            row = y + (place - from_).to(tl.int64) * N
+            total += tl.load(row + column, here, 0.0)
+    tl.store(target, total, here)

@@ -17,6 +17,7 @@ from hetero.ops.gpu import hybrid_kernels, stamps
 from hetero.ops.gpu.cache import ExpertCache
 from hetero.ops.gpu.deferral import parted
 from hetero.ops.gpu.experts import EXACT_ROWS
+from hetero.ops.gpu.hybrid_prefill import ROWS, Chunk
 from hetero.ops.gpu.hybrid_shared import LONGEST, HybridShared
 from hetero.ops.gpu.launch import ExpertLaunch, check_format
 from hetero.ops.gpu.pinned import PinnedArena
@@ -152,7 +153,7 @@ class HybridExperts:
         self.experts, self.layer, self.port, self.shared, self.arena = experts, layer, port, shared, arena
         self.slots = slots
         self._pending: deque[_Step] = deque()
-        self._launch: ExpertLaunch | None = None
+        self.launch: ExpertLaunch | None = None
         if arena is not None:
             if experts.down_format != experts.format:
                 raise InputError(
@@ -160,11 +161,12 @@ class HybridExperts:
                     f"{experts.format}; a GPU reads experts of one format"
                 )
             check_format(spec, experts.format, self.device)
-            self._launch = ExpertLaunch(spec, experts.format, self.device)
+            self.launch = ExpertLaunch(spec, experts.format, self.device)
         elif slots:
             raise ValueError("slots without memory that the GPU can read")
         host = arena.view if arena is not None else torch.empty(spec.num_experts, 0, dtype=torch.uint8)
         self.cache = ExpertCache(host, slots, self.device, moves=shared.moves, top_k=spec.top_k)
+        shared.prefiller.add(self)
         self._place = torch.empty(2 * spec.num_experts, dtype=torch.int64, device=self.device)
 
     @property
@@ -186,7 +188,7 @@ class HybridExperts:
         addresses, sources = torch.empty_like(ids), torch.empty_like(ids)
         # One step at a time has the free slots. Biases lie apart from the rows that a program brings.
         stays = cache.reserve > 0 and not self._pending and not spec.has_bias
-        launch = self._launch
+        launch = self.launch
         wide = launch.up["K"] if launch else spec.hidden
         coded = launch is not None and launch.format.quantised
         q = torch.empty(rows, wide, dtype=torch.int8 if coded else torch.float32, device=self.device)
@@ -211,8 +213,8 @@ class HybridExperts:
             raise RuntimeError(f"collect of layer {self.layer}, which was not submitted")
         step = self._pending.popleft()
         own = None
-        if self._launch is not None:
-            own = self._launch.few(
+        if self.launch is not None:
+            own = self.launch.few(
                 self.cache.memory, step.quantised, step.addresses, step.weights, step.sources
             )
         stamps.lap_experts(self.cache.totals[:3], self.experts.whole_bytes)
@@ -241,15 +243,34 @@ class HybridExperts:
     def prefill(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x bf16 [T, hidden], ids int64 [T, k], weights float32 [T, k], any T -> float32 [T, hidden];
         outside graphs, waits for the device."""
-        return self.experts.forward(x.cpu(), ids.cpu(), weights.cpu()).to(x.device)
+        parts = [slice(at, at + ROWS) for at in range(0, len(ids), ROWS)]
+        done = [self.prefill_submit(x[part], ids[part], weights[part]).collect() for part in parts]
+        return done[0] if len(done) == 1 else torch.cat(done)
 
-    def prefill_submit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
-        """Begin ``prefill``; its ``collect()`` gives the sum. Several may be pending."""
-        return _Done(self.prefill(x, ids, weights))
+    def prefill_submit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Chunk | _Done:
+        """Begin ``prefill`` of up to ``hybrid_prefill.ROWS`` tokens; its ``collect()`` gives the sum. The CPU
+        works while the caller lets the GPU do other things. Several may be pending."""
+        self.shared.await_moves(self.layer)
+        if self.launch is not None and len(ids) <= EXACT_ROWS:
+            return _Done(self._prefill_few(x, ids, weights))
+        return self.shared.prefiller.start(self, x, ids, weights)
 
     def takes_turns(self, rows: int) -> bool:
         """Whether a chunk of so many rows is better computed in two halves that take turns."""
-        return False
+        return self.shared.prefiller.takes_turns(self, rows)
+
+    def _prefill_few(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """As a step computes it, with all that is not in GPU memory on the CPU."""
+        launch, cache = self.launch, self.cache
+        assert launch is not None
+        known = (ids >= 0) & (ids < cache.experts)
+        slot = torch.where(known, cache.slot_of[ids.clamp(0, cache.experts - 1)].long(), -1)
+        addresses = torch.where(slot >= 0, cache.cache_at + slot * cache.stride, 0)
+        absent = torch.where(slot >= 0, -1, ids)
+        x, weights = x.contiguous(), weights.float().contiguous()
+        own = launch.few(cache.memory, launch.rows(x), addresses, weights)
+        theirs = self.experts.forward(x.cpu(), absent.cpu(), weights.cpu())
+        return own + theirs.to(own.device)
 
     def seed(self, counts: Sequence[float]) -> None:
         """Fill the slots with the experts of the highest ``counts`` [experts]. Between steps only."""

@@ -117,3 +117,10 @@ def add(own, result, extra, out, count, HAS_OWN: tl.constexpr, HAS_EXTRA: tl.con
     if HAS_EXTRA:
         total += tl.load(extra + at, here, 0.0).to(tl.float32)
     tl.store(out + at, total, here)
+
+
+@triton.jit
+def pull(host, out, count, WIDTH: tl.constexpr):
+    """Copy numbers of pinned host memory; programs of WIDTH."""
+    at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    tl.store(out + at, tl.load(host + at, at < count, 0, cache_modifier=".cv"), at < count)

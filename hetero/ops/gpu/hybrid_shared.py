@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from hetero.ops.gpu.cache import MOVES
+from hetero.ops.gpu.hybrid_prefill import PIECE, Prefiller
+from hetero.ops.gpu.tiers import Rates
 
 LONGEST = 1024
 """Misses of a step up to which the split tells how many the GPU reads; beyond it as for so many."""
@@ -51,7 +53,8 @@ class HybridShared:
     token's experts that the CPU computes are added one layer later (``deferral``), which the port has to
     know how to do; graphs that were captured keep what they have.
 
-    ``join`` at the end of every captured step: the graph then ends with its moves.
+    ``join`` at the end of every captured step: the graph then ends with its moves. ``rates``: what prompts
+    are divided by; ``piece``: bytes of each of the two buffers by which they stream experts.
     """
 
     def __init__(
@@ -62,6 +65,8 @@ class HybridShared:
         moves: int = MOVES,
         side: Beside | None = None,
         defer: int = 0,
+        rates: Rates | None = None,
+        piece: int = PIECE,
     ) -> None:
         self.device = torch.device(device)
         self.moves, self.defer = moves, defer
@@ -70,12 +75,13 @@ class HybridShared:
         self._forked: dict[int, Tensor] = {}
         self.split = torch.zeros(LONGEST + 1, dtype=torch.int32, device=self.device)
         self.no_split = torch.zeros_like(self.split)  # of layers that the GPU cannot read
+        self.prefiller = Prefiller(self.device, rates=rates, piece=piece)
         self.set_share(share)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of GPU memory."""
-        return 2 * self.split.numel() * 4
+        """Bytes of GPU memory, once the layers are there."""
+        return 2 * self.split.numel() * 4 + self.prefiller.nbytes
 
     def set_share(self, share: float) -> None:
         """0 to 1; captured graphs follow. Between steps only."""

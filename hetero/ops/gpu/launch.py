@@ -2,18 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from hetero.core import ActKind, ExpertSpec, InputError
 from hetero.formats import BLOCK_ROWS, GPU_FORMATS, Format, block_bytes
-from hetero.ops.gpu import expert_kernels, hybrid_kernels
+from hetero.ops.gpu import expert_kernels, grouped_kernels, hybrid_kernels
 from hetero.ops.gpu.packed import STEPS, matrix_sizes, quantised_rows
 
 _KINDS = (ActKind.SILU, ActKind.GELU, ActKind.GELU_TANH, ActKind.RELU, ActKind.RELU2, ActKind.IDENTITY)
 _WORDS = 4096  # that a program brings at a time
+_COMBINED = 1024  # columns of a program that adds pairs
+
+
+class Tiling(NamedTuple):
+    """Of a program over many rows: rows, blocks of 16 outputs, inputs at a time, and how it is compiled."""
+
+    rows: int
+    blocks: int
+    depth: int
+    warps: int
+    stages: int
+
+
+TILINGS = (
+    Tiling(16, 4, 64, 4, 3),
+    Tiling(32, 4, 64, 4, 3),
+    Tiling(64, 4, 64, 4, 3),
+    Tiling(128, 4, 64, 8, 3),
+)
+"""By ascending rows."""
+
+
+def tiling(rows_per_expert: float) -> Tiling:
+    """The smallest that holds the rows of most experts in one tile, else the largest."""
+    return next((one for one in TILINGS if one.rows >= rows_per_expert), TILINGS[-1])
+
+
+class Sorted(NamedTuple):
+    """Pairs of many rows in the order of their experts, on the device."""
+
+    order: Tensor  # int32 [pairs]: the pair at each sorted row
+    places: Tensor  # int32 [pairs]: the sorted row of each pair
+    tiles: Tensor  # int32 [tiles, 2]: first and last + 1 of a tile's sorted rows
+    addresses: Tensor  # int64 [tiles]
+
+
+def sorted_places(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """(order, places), both int32 [pairs], of pairs by ascending ``keys`` [pairs]."""
+    order = torch.argsort(keys, stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return order.int(), places.int()
 
 
 def check_format(spec: ExpertSpec, fmt: Format, device: object) -> None:
@@ -82,3 +125,50 @@ class ExpertLaunch:
             base, *hq, addresses, sources, weights, out, slots, **self.down, **common
         )
         return out
+
+    def many(
+        self,
+        base: Tensor,
+        x: Tensor,
+        weights: Tensor,
+        pairs: Sorted,
+        rows: tuple[int, int],
+        *,
+        out: Tensor,
+        room: tuple[Tensor, Tensor],
+        shape: Tiling,
+        first: bool,
+    ) -> None:
+        """Pairs of the sorted rows from ``rows[0]`` to ``rows[1]``, whose tiles ``pairs`` has, by tensor
+        cores on decoded weights: added to ``out`` float32 [T, hidden], which ``first`` overwrites. x bf16 [T,
+        hidden], weights float32 [T, k], both contiguous. ``room``: h bf16 and y float32 of so many rows at
+        least, see ``rooms``."""
+        (tokens, slots), (h, y), (begin, end) = weights.shape, room, rows
+        common: dict[str, Any] = {
+            "TILE": shape.rows, "BLOCKS": shape.blocks, "DEPTH": shape.depth, "TWIN": self.twin,
+            "num_warps": shape.warps, "num_stages": shape.stages,
+        }  # fmt: skip
+        count = len(pairs.tiles)
+        if count:
+            grouped_kernels.gate_up_rows[(-(-self.blocks_up // shape.blocks), count)](
+                base, x, pairs.order, pairs.tiles, pairs.addresses, h, slots, begin, *self.limits,
+                INPUTS=self.spec.hidden, **self.act, **self.up, **common,
+            )  # fmt: skip
+            grouped_kernels.down_rows[(-(-self.blocks_down // shape.blocks), count)](
+                base, h, pairs.order, pairs.tiles, pairs.addresses, weights, y, begin,
+                INPUTS=self.spec.intermediate, **self.down, **common,
+            )  # fmt: skip
+        elif not first:
+            return
+        width = min(_COMBINED, triton.next_power_of_2(self.spec.hidden))
+        grouped_kernels.combine[(tokens, -(-self.spec.hidden // width))](
+            y, pairs.places, out, slots, begin, end if count else begin,
+            N=self.spec.hidden, WIDTH=width, FIRST=first,
+        )  # fmt: skip
+
+    def rooms(self, rows: int) -> tuple[Tensor, Tensor]:
+        """What ``many`` needs for so many sorted rows at a time."""
+        return (
+            torch.empty(rows, self.spec.intermediate, dtype=torch.bfloat16, device=self.device),
+            torch.empty(rows, self.spec.hidden, dtype=torch.float32, device=self.device),
+        )

@@ -1,0 +1,430 @@
+"""The experts of a chunk of a prompt over all tiers: those in GPU memory from their slots, the others divided
+between the CPU and PCIe, so that all three work at the same time.
+
+A layer, eagerly: the rows of each expert come to the host; ``tiers.split_chunk`` divides them; the CPU's
+tokens go down and its pool starts on a thread; the GPU sorts all pairs by tier and expert and computes its
+slots' experts; on a stream of their own, experts cross PCIe in pieces, into one of two staging buffers, while
+the GPU computes the piece before; the sums are added in one order, the CPU's last. Where the last layer
+streamed, the next one's first pieces cross while its attention runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero.cpu import CpuExperts
+from hetero.ops.gpu import hybrid_kernels, stamps
+from hetero.ops.gpu.cache import ExpertCache
+from hetero.ops.gpu.launch import ExpertLaunch, Sorted, sorted_places, tiling
+from hetero.ops.gpu.pinned import PinnedArena
+from hetero.ops.gpu.tiers import CPU_ALONE, Ints, Rates, Split, Strategy, split_chunk
+from hetero.trace import STREAM
+
+PIECE = 96 << 20
+"""Bytes of a staging buffer, about: whole experts, at least one."""
+
+BUFFERS = 2
+
+ROWS = 8192
+"""Sorted rows that are computed at a time, at most; also the most tokens of a chunk."""
+
+_KEPT = 512  # records
+_MANY = 16  # rows of an expert beyond which the CPU's time is that of arithmetic
+_WIDTH = 1024  # numbers of a program
+_FASTER, _SLOWER = 0.5, 2.0  # what one layer may change of the rates
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRecord:
+    """How the experts of one layer and chunk were computed: experts by tier, what was expected, what it took.
+    ``cpu_s``: of the CPU's pool; ``seconds``: of the host, from the routing to the sum's last launch."""
+
+    layer: int
+    tokens: int
+    strategy: str
+    gpu: int
+    pcie: int
+    cpu: int
+    expected_cpu_s: float
+    expected_pcie_s: float
+    expected_s: float
+    cpu_s: float
+    seconds: float
+
+
+class Layer(Protocol):
+    """``hybrid.HybridExperts``, as far as it is used here."""
+
+    layer: int
+    experts: CpuExperts
+    cache: ExpertCache
+    arena: PinnedArena | None
+    launch: ExpertLaunch | None
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Experts of a staging buffer. ``ready``: the event that they are there; None before they were sent."""
+
+    experts: list[int]
+    buffer: int
+    ready: Any = None
+    is_sent: bool = False
+
+
+class _Batch(NamedTuple):
+    """Sorted rows that are computed at once, and their tiles among all of the chunk."""
+
+    begin: int
+    end: int
+    tiles: slice
+
+
+class Chunk:
+    """A layer's experts at work on a chunk; ``collect`` waits for the CPU's and returns float32 [T,
+    hidden]."""
+
+    def __init__(self, prefiller: Prefiller, layer: Layer, out: Tensor, split: Split, tokens: int) -> None:
+        self._prefiller, self._layer, self._out = prefiller, layer, out
+        self._split, self._tokens = split, tokens
+        self._began, self._since = time.perf_counter(), stamps.here()
+        self.job: Future[tuple[Tensor, float]] | None = None
+
+    def collect(self) -> Tensor:
+        cpu_s = 0.0
+        if self.job is not None:
+            result, cpu_s = self.job.result()
+            self._prefiller.add_host(self._out, result)
+        split = self._split
+        stamps.chosen(self._since, split.strategy, self._tokens, split.seconds)
+        self._prefiller.note(
+            PrefillRecord(
+                self._layer.layer, self._tokens, split.strategy,
+                len(split.gpu), len(split.pcie), len(split.cpu),
+                split.work_s, split.pcie_s, split.seconds, cpu_s, time.perf_counter() - self._began,
+            )
+        )  # fmt: skip
+        return self._out
+
+
+class Prefiller:
+    """What the layers of a model share for prompts. ``add`` every layer before the first chunk; memory is
+    taken then and counts in ``nbytes``. ``strategy`` and ``rates`` may be changed between chunks; the CPU's
+    rates follow what it takes. One chunk of one layer at a time starts, several may be unfinished.
+    """
+
+    def __init__(self, device: torch.device, *, rates: Rates | None = None, piece: int = PIECE) -> None:
+        self.device, self.rates = device, rates or Rates()
+        self.strategy: Strategy = "auto"
+        self.records: deque[PrefillRecord] = deque(maxlen=_KEPT)
+        self._cuda = device.type == "cuda"
+        self._piece_bytes = piece
+        self._layers: dict[int, Layer] = {}
+        self._staging = torch.empty(0, dtype=torch.uint8, device=device)
+        self._room: tuple[Tensor, Tensor] | None = None
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if self._cuda else []  # type: ignore[no-untyped-call]
+        self._free: list[Any] = [None] * BUFFERS  # events: a buffer's last experts were computed
+        self._next_buffer = 0
+        self._lent: deque[tuple[Any, Tensor]] = deque()  # host memory that kernels read until an event
+        self._sent: dict[int, list[_Piece]] = {}  # layer -> pieces that cross before its routing is known
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hetero-prefill")
+        self._scale = 1.0  # of the CPU's times, as measured
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of GPU memory: staging buffers and intermediate rows."""
+        return self._staging.numel() + sum(part.nbytes for part in self._room or ())
+
+    def add(self, layer: Layer) -> None:
+        """A layer that will be given chunks."""
+        self._layers[layer.layer] = layer
+        if layer.launch is None:
+            return
+        stride = layer.cache.stride
+        needed = BUFFERS * max(1, self._piece_bytes // stride) * stride
+        if needed > self._staging.numel():
+            self._staging = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        rooms = self._room
+        spec = layer.launch.spec
+        if rooms is None or rooms[0].shape[1] < spec.intermediate or rooms[1].shape[1] < spec.hidden:
+            self._room = layer.launch.rooms(ROWS)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def note(self, record: PrefillRecord) -> None:
+        self.records.append(record)
+        if record.cpu_s > 0.0 and record.expected_cpu_s > 0.0:
+            ratio = min(max(record.cpu_s / record.expected_cpu_s, _FASTER), _SLOWER)
+            self._scale *= ratio**0.25
+
+    def takes_turns(self, layer: Layer, rows: int) -> bool:
+        """Whether a chunk is better computed in two halves, the CPU's experts of one beside the GPU's other
+        layers of the other: where the CPU computes nearly everything, and experts have so many rows that
+        reading them twice costs little."""
+        spec = layer.experts.spec
+        alone = layer.launch is None or self.strategy == "cpu"
+        return alone and rows * spec.top_k >= 2 * _MANY * spec.num_experts
+
+    # -- a chunk
+
+    def start(self, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Chunk:
+        """x bf16 [T, hidden], ids int64 [T, k], weights float32 [T, k], T at most ``ROWS``; all but the CPU's
+        part is in the current stream when this returns."""
+        launch, cache = layer.launch, layer.cache
+        tokens, experts = x.shape[0], cache.experts
+        x, weights = x.bfloat16().contiguous(), weights.float().contiguous()
+        out = torch.empty(tokens, x.shape[1], dtype=torch.float32, device=self.device)
+        if launch is None:
+            alone = Chunk(self, layer, out.zero_(), CPU_ALONE, tokens)
+            alone.job = self._send_down(layer, x, ids, weights)
+            return alone
+        flat = ids.flatten()
+        flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
+        uses = torch.bincount(flat, minlength=experts + 1)[:experts]
+        following = self._layers.get(layer.layer + 1)
+        looked = [uses.int(), cache.slot_of, *([following.cache.slot_of] if following else [])]
+        rows, slot_of, next_slot_of = _thirds(torch.cat(looked).cpu().numpy().astype(np.int64), experts)
+        sent = self._sent.pop(layer.layer, [])
+        rates = replace(self.rates, cpu=tuple((n, speed / self._scale) for n, speed in self.rates.cpu))
+        split = split_chunk(
+            rows,
+            slot_of >= 0,
+            np.array([e for piece in sent for e in piece.experts], dtype=np.int64),
+            tokens=tokens,
+            expert_bytes=cache.stride,
+            ops=2 * launch.spec.params // experts,
+            rates=rates,
+            strategy=self.strategy,
+        )
+        cache.observe(uses, tokens)
+        chunk = Chunk(self, layer, out, split, tokens)
+        pieces = [*sent, *self._pieces(layer, split.pcie.tolist(), sent)]
+        order, addresses = self._order(layer, split, slot_of, pieces)
+        shape = tiling(float(rows[order].mean()) if order else 0.0)
+        batches, tiles, of_tile = _batches(order, addresses, rows, shape.rows, self._ends(split, pieces))
+        # Where each expert's pairs come: the GPU's in the order in which it takes them, nobody's, the CPU's.
+        rank = np.full(experts + 1, experts, dtype=np.int64)
+        rank[split.cpu] = experts + 1
+        rank[order] = np.arange(len(order))
+        told = self._to_device(np.concatenate([rank, np.array(of_tile + tiles, dtype=np.int64)]))
+        keys = told[: experts + 1][flat]
+        if len(split.cpu):
+            chunk.job = self._send_down(
+                layer, x, torch.where(keys == experts + 1, flat, -1).view_as(ids), weights
+            )
+        where, edges = told[experts + 1 :].split([len(of_tile), len(tiles)])
+        pairs = Sorted(*sorted_places(keys), edges.int().view(-1, 2), where)
+        first = True
+        for piece, of_piece in zip([None, *pieces], batches, strict=True):
+            if piece is not None:
+                self._bring(layer, piece)
+                self._wait(piece.ready)
+            for batch in of_piece:
+                mine = pairs._replace(tiles=pairs.tiles[batch.tiles], addresses=where[batch.tiles])
+                launch.many(
+                    cache.memory, x, weights, mine, (batch.begin, batch.end), out=out, room=self._rooms(),
+                    shape=shape, first=first,
+                )  # fmt: skip
+                first = False
+            if piece is not None:
+                self._free[piece.buffer] = self._event()
+        if first:
+            out.zero_()
+        if following is not None and len(split.pcie) > self._per_piece(layer):
+            self._send_ahead(following, np.flatnonzero(next_slot_of < 0).tolist())
+        return chunk
+
+    def _send_down(
+        self, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Future[tuple[Tensor, float]]:
+        """The CPU's tokens, and its pool behind them."""
+        with self._stream(1):
+            given = [self._to_host(part) for part in (x, ids, weights)]
+            arrived = self._event()
+        result = torch.empty(x.shape, dtype=torch.float32, pin_memory=self._cuda)
+
+        def work() -> tuple[Tensor, float]:
+            if arrived is not None:
+                arrived.synchronize()
+            began = time.perf_counter()
+            layer.experts.forward(*given, result)
+            return result, time.perf_counter() - began
+
+        return self._pool.submit(work)
+
+    def add_host(self, out: Tensor, result: Tensor) -> None:
+        """Add what lies in pinned host memory, read in place: a copy would wait behind the next layer's
+        experts, which are on their way by now."""
+        hybrid_kernels.add[(-(-out.numel() // _WIDTH),)](
+            out, result, out, out, out.numel(), HAS_OWN=True, HAS_EXTRA=False, WIDTH=_WIDTH
+        )
+        if self._cuda:
+            # Its memory is given back once the kernel has read it.
+            self._lent.append((self._event(), result))
+            while self._lent and self._lent[0][0].query():
+                self._lent.popleft()
+
+    # -- pieces
+
+    def _per_piece(self, layer: Layer) -> int:
+        return self._staging.numel() // BUFFERS // layer.cache.stride
+
+    def _pieces(self, layer: Layer, experts: Sequence[int], sent: Sequence[_Piece] = ()) -> list[_Piece]:
+        """What of ``experts`` was not sent yet, in staging buffers by turns."""
+        on_way = {expert for piece in sent for expert in piece.experts}
+        rest, size = [expert for expert in experts if expert not in on_way], self._per_piece(layer)
+        made = []
+        for at in range(0, len(rest), size):
+            made.append(_Piece(rest[at : at + size], self._next_buffer))
+            self._next_buffer = (self._next_buffer + 1) % BUFFERS
+        return made
+
+    def _order(
+        self, layer: Layer, split: Split, slot_of: Ints, pieces: Sequence[_Piece]
+    ) -> tuple[list[int], list[int]]:
+        """The GPU's experts in the order in which it computes them, and where each is by then."""
+        cache, half = layer.cache, self._staging.numel() // BUFFERS
+        order = split.gpu.tolist()
+        addresses = [cache.cache_at + int(slot_of[expert]) * cache.stride for expert in order]
+        wanted = set(split.pcie.tolist())
+        for piece in pieces:
+            start = self._staging.data_ptr() + piece.buffer * half
+            for at, expert in enumerate(piece.experts):
+                if expert in wanted:
+                    order.append(expert)
+                    addresses.append(start + at * cache.stride)
+        return order, addresses
+
+    def _ends(self, split: Split, pieces: Sequence[_Piece]) -> list[int]:
+        """How many of that order the GPU has seen after its own, and after each piece."""
+        wanted, ends = set(split.pcie.tolist()), [len(split.gpu)]
+        for piece in pieces:
+            ends.append(ends[-1] + sum(expert in wanted for expert in piece.experts))
+        return ends
+
+    def _bring(self, layer: Layer, piece: _Piece) -> None:
+        """Start a piece on its way, unless it is."""
+        if piece.is_sent:
+            return
+        assert layer.arena is not None
+        stride, half = layer.cache.stride, self._staging.numel() // BUFFERS
+        room = self._staging[piece.buffer * half : (piece.buffer + 1) * half]
+        with self._stream(0):
+            self._wait(self._free[piece.buffer])
+            stamps.start()
+            for at, expert, count in _runs(piece.experts, layer.arena.pieces):
+                to = room[at * stride : (at + count) * stride].view(count, stride)
+                to.copy_(layer.arena.view[expert : expert + count], non_blocking=True)
+            stamps.lap(STREAM, lane="pcie", nbytes=len(piece.experts) * stride)
+            piece.ready = self._event()
+        piece.is_sent = True
+
+    def _send_ahead(self, layer: Layer, absent: list[int]) -> None:
+        """Fill the staging buffers with what the next layer will very likely need."""
+        if layer.launch is None or self.strategy == "cpu":
+            return
+        pieces = self._pieces(layer, absent[: BUFFERS * self._per_piece(layer)])
+        for piece in pieces:
+            self._bring(layer, piece)
+        self._sent[layer.layer] = pieces
+
+    # -- streams, which the CPU does not have
+
+    def _rooms(self) -> tuple[Tensor, Tensor]:
+        assert self._room is not None
+        return self._room
+
+    @contextmanager
+    def _stream(self, index: int) -> Iterator[None]:
+        """A side stream, behind what the current one holds."""
+        if not self._cuda:
+            yield
+            return
+        stream = self._streams[index]
+        if index:  # copies up wait for their buffer alone
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def _event(self) -> Any:
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _wait(self, event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        """A copy that is on its way, in the current stream."""
+        if not self._cuda:
+            return tensor.clone()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        tensor.record_stream(torch.cuda.current_stream(self.device))
+        return host.copy_(tensor, non_blocking=True)
+
+    def _to_device(self, array: Ints) -> Tensor:
+        """A few numbers; by a kernel, since a copy would wait behind experts that are on their way."""
+        host = torch.from_numpy(array)
+        if not self._cuda:
+            return host
+        host = host.pin_memory()
+        out = torch.empty(host.shape, dtype=host.dtype, device=self.device)
+        hybrid_kernels.pull[(-(-len(host) // _WIDTH),)](host, out, len(host), WIDTH=_WIDTH)
+        self._lent.append((self._event(), host))
+        return out
+
+
+def _thirds(numbers: Ints, size: int) -> tuple[Ints, Ints, Ints]:
+    return numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
+
+
+def _runs(experts: Sequence[int], border: int) -> Iterator[tuple[int, int, int]]:
+    """(place, first expert, number) of neighbours that one copy brings; none crosses a multiple of
+    ``border``."""
+    begin = 0
+    for at in range(1, len(experts) + 1):
+        if at == len(experts) or experts[at] != experts[at - 1] + 1 or experts[at] % border == 0:
+            yield begin, experts[begin], at - begin
+            begin = at
+
+
+def _batches(
+    order: Sequence[int], addresses: Sequence[int], rows: Ints, height: int, ends: Sequence[int]
+) -> tuple[list[list[_Batch]], list[int], list[int]]:
+    """Batches of each group of experts, where group i ends before ``order[ends[i]]``; the edges of all tiles
+    (first and last + 1 of their sorted rows), and their addresses. A batch has at most ``ROWS`` rows: as many
+    as an expert may have."""
+    groups: list[list[_Batch]] = []
+    tiles: list[int] = []
+    where: list[int] = []
+    begin = at = start = first = 0
+    for last in ends:
+        groups.append([])
+        for expert, address in zip(order[first:last], addresses[first:last], strict=True):
+            end = at + int(rows[expert])
+            if end - begin > ROWS:
+                groups[-1].append(_Batch(begin, at, slice(start, len(where))))
+                begin, start = at, len(where)
+            for top in range(at, end, height):
+                tiles += [top, min(top + height, end)]
+                where.append(address)
+            at = end
+        if at > begin:
+            groups[-1].append(_Batch(begin, at, slice(start, len(where))))
+            begin, start = at, len(where)
+        first = last
+    return groups, tiles, where

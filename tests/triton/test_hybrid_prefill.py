@@ -1,0 +1,195 @@
+"""Prompts over all tiers: every way to divide the experts computes the same, and the division is sound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from hetero.core import ExpertSpec
+from hetero.cpu import CpuExperts
+from hetero.formats import parse_format
+from hetero.ops.gpu import hybrid_prefill
+from hetero.ops.gpu.hybrid import DirectPort, HybridExperts
+from hetero.ops.gpu.hybrid_prefill import _batches, _runs
+from hetero.ops.gpu.hybrid_shared import HybridShared
+from hetero.ops.gpu.pinned import pin_all
+from hetero.ops.gpu.tiers import Rates, split_chunk
+from hetero.quant.pack import dequantise, quantise
+from tests.cpu.reference import fill, random_weights
+from tests.triton.flips import EXACT, borders, decoded, excess
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = [
+    *([pytest.mark.gpu] if CUDA else []),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter's numpy
+]
+SPEC = ExpertSpec(16, 512, 256, 4) if CUDA else ExpertSpec(8, 32, 16, 2)
+TOKENS = 300 if CUDA else 20
+FORMAT = parse_format("int4")
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double().cpu() - b.double()).norm() / b.double().norm())
+
+
+def layers(
+    count: int, slots: int, generator: torch.Generator
+) -> tuple[list[HybridExperts], list[CpuExperts]]:
+    """Layers over all tiers, staging two experts at a time, and the same ones in f32 on the CPU."""
+    packed, exact = [], []
+    for _ in range(count):
+        weights = random_weights(SPEC, generator)
+        packed.append(fill(CpuExperts(SPEC, FORMAT), weights))
+        seen = {at: dequantise(FORMAT, quantise(FORMAT, w), *w.shape) for at, w in weights.items()}
+        exact.append(fill(CpuExperts(SPEC, parse_format("f32")), seen))
+    arenas = pin_all(packed, DEVICE)
+    shared = HybridShared(DEVICE, piece=2 * arenas[0].view.shape[1])
+    port = DirectPort(packed, 1, DEVICE)
+    made = [
+        HybridExperts(one, number, port, shared, slots=slots, arena=arena)
+        for number, (one, arena) in enumerate(zip(packed, arenas, strict=True))
+    ]
+    return made, exact
+
+
+def chunk(
+    generator: torch.Generator, tokens: int = TOKENS
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(tokens, SPEC.hidden, generator=generator).bfloat16()
+    ids = torch.rand(tokens, SPEC.num_experts, generator=generator).topk(SPEC.top_k).indices
+    ids[1, 0], ids[2] = -1, SPEC.num_experts
+    return x, ids, torch.rand(tokens, SPEC.top_k, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("slots", "strategy"),
+    [(0, "stream"), (3, "cpu"), (3, "stream"), (3, "split"), (SPEC.num_experts, "auto")],
+)
+def test_strategies_agree(slots: int, strategy: Any, generator: torch.Generator) -> None:
+    """Two layers, the second of which may be sent ahead, each with its own chunk."""
+    hybrids, exact = layers(2, slots, generator)
+    prefiller = hybrids[0].shared.prefiller
+    prefiller.strategy = strategy
+    touched = []
+    for hybrid, reference in zip(hybrids, exact, strict=True):
+        x, ids, weights = chunk(generator)
+        touched.append(set(ids.flatten().tolist()) - {-1, SPEC.num_experts})
+        wanted = reference.forward(x, ids, weights)
+        got = hybrid.prefill(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+        # The CPU's kernels quantise activations, the GPU's round them to bf16.
+        assert relative(got, wanted) < (6e-3 if strategy == "stream" else 2e-2)
+        assert (got[2] == 0).all()
+    assert prefiller._sent == {}
+    for number, record in enumerate(prefiller.records):
+        assert (record.layer, record.tokens) == (number, TOKENS)
+        here = range(slots - hybrids[0].cache.reserve)  # the first experts, as long as no step was made
+        assert record.gpu == len(touched[number] & set(here))
+        assert record.gpu + record.pcie + record.cpu == len(touched[number])
+        assert (record.pcie > 0) == (strategy in ("stream", "split"))
+        assert (record.cpu_s > 0) == (record.cpu > 0)
+        if number == 0:  # of the second layer most may have been sent ahead
+            assert (record.cpu > 0) == (strategy in ("cpu", "split"))
+    assert hybrids[0].shared.nbytes >= prefiller._staging.numel() > 0
+
+
+def test_few_tokens_are_computed_as_steps_are(generator: torch.Generator) -> None:
+    (hybrid,), _ = layers(1, 3, generator)
+    x, ids, weights = chunk(generator, 4)
+    wanted = hybrid.experts.forward(x, ids, weights)
+    got = hybrid.prefill(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+    allowed = borders(hybrid.experts, decoded(hybrid.experts), x, ids, weights)
+    assert excess(got, wanted, allowed) < EXACT
+
+
+def test_two_chunks_at_once(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches, and batches of rows that are smaller than a chunk's."""
+    monkeypatch.setattr(hybrid_prefill, "ROWS", 64 if CUDA else 20)
+    (hybrid,), (reference,) = layers(1, 3, generator)
+    hybrid.shared.prefiller.strategy = "split"
+    given = [chunk(generator, 20) for _ in range(2)]
+    begun = [hybrid.prefill_submit(*(part.to(DEVICE) for part in one)) for one in given]
+    for one, inputs in zip(begun, given, strict=True):
+        assert relative(one.collect(), reference.forward(*inputs)) < 2e-2
+
+
+def test_the_cpu_alone(generator: torch.Generator) -> None:
+    experts = fill(CpuExperts(SPEC, parse_format("f32")), random_weights(SPEC, generator))
+    hybrid = HybridExperts(experts, 0, DirectPort([experts], 1, DEVICE), HybridShared(DEVICE))
+    x, ids, weights = chunk(generator)
+    got = hybrid.prefill(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+    assert relative(got, experts.forward(x, ids, weights)) < 1e-6
+    assert [record.strategy for record in hybrid.shared.prefiller.records] == ["cpu"]
+    assert hybrid.takes_turns(2 * 16 * SPEC.num_experts)
+    assert not hybrid.takes_turns(2)
+
+
+def test_neighbours_are_copied_at_once() -> None:
+    assert list(_runs([0, 1, 2, 5, 7, 8, 9], 8)) == [(0, 0, 3), (3, 5, 1), (4, 7, 1), (5, 8, 2)]
+    assert list(_runs([], 8)) == []
+
+
+def test_batches_hold_every_row_once(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid_prefill, "ROWS", 40)
+    rows = torch.randint(0, 41, (30,), generator=generator).numpy().astype(np.int64)
+    order = torch.randperm(30, generator=generator).tolist()
+    ends = [0, 7, 7, 30]
+    groups, tiles, where = _batches(order, [1000 + e for e in order], rows, 16, ends)
+    edges = list(zip(tiles[::2], tiles[1::2], strict=True))
+    at = 0
+    for group, experts in zip(groups, ([], order[:7], [], order[7:]), strict=True):
+        total = 0
+        for batch in group:
+            assert batch.begin == at
+            assert batch.end - batch.begin <= 40
+            assert edges[batch.tiles][0][0] == batch.begin
+            assert edges[batch.tiles][-1][1] == batch.end
+            at, total = batch.end, total + batch.end - batch.begin
+        assert total == rows[experts].sum()
+    of_row = []
+    for (first, last), address in zip(edges, where, strict=True):
+        of_row += [address - 1000] * (last - first)
+    assert of_row == [expert for expert in order for _ in range(rows[expert])]
+
+
+def test_both_sides_end_together(generator: torch.Generator) -> None:
+    """No other number of the least used experts on the CPU ends sooner."""
+    rates = Rates(lead=1e-5, crossing=0.0)
+    rows = torch.randint(0, 60, (64,), generator=generator).numpy().astype(np.int64)
+    here = (torch.rand(64, generator=generator) < 0.25).numpy()
+    given: dict[str, Any] = {"tokens": 512, "expert_bytes": 2_760_000, "ops": 9_830_400, "rates": rates}
+    none = np.array([], dtype=np.int64)
+    found = split_chunk(rows, here, none, **given)
+    assert found.strategy == "split"
+    assert sorted([*found.gpu, *found.pcie, *found.cpu]) == np.flatnonzero(rows).tolist()
+    assert here[found.gpu].all()
+    assert not here[found.pcie].any()
+    assert rows[found.cpu].max() <= rows[found.pcie].min()
+    for count in range(len(found.cpu) + len(found.pcie) + 1):
+        missing = np.flatnonzero((rows > 0) & ~here)
+        theirs = missing[np.argsort(rows[missing], kind="stable")][:count]
+        cpu = count and rates.lead + rates.cpu_seconds(rows[theirs], given["expert_bytes"]).sum()
+        pcie = (len(missing) - count) * given["expert_bytes"] / rates.pcie
+        assert max(cpu, pcie) >= found.seconds * (1 - 1e-9)
+    assert found.work_s == pytest.approx(rates.cpu_seconds(rows[found.cpu], given["expert_bytes"]).sum())
+    # What is on its way costs nothing and is used.
+    sent = np.array([*found.cpu[:5], *np.flatnonzero(rows == 0)[:1]], dtype=np.int64)
+    ahead = split_chunk(rows, here, sent, **given)
+    assert set(found.cpu[:5]) <= set(ahead.pcie)
+    assert ahead.seconds <= found.seconds
+    assert split_chunk(rows, here, none, **given, strategy="cpu").strategy == "cpu"
+    assert split_chunk(rows, here, none, **given, strategy="stream").strategy == "touched"
+    assert split_chunk(np.maximum(rows, 1), here, none, **given, strategy="stream").strategy == "stream"
+    assert split_chunk(rows, rows > 0, none, **given).strategy == "gpu"
+
+
+def test_rates_fall_with_rows() -> None:
+    seconds = Rates().cpu_seconds(np.array([0, 1, 4, 64, 1024, 2048]), 10**6)
+    assert seconds[0] == 0
+    assert (np.diff(seconds) > 0).all()
+    assert seconds[-1] == pytest.approx(2 * seconds[-2])
