@@ -223,7 +223,8 @@ class Prefiller:
             chunk.job = self._send_down(
                 layer, x, torch.where(keys == experts + 1, flat, -1).view_as(ids), weights
             )
-        where, edges = told[experts + 1 :].split([len(of_tile), len(tiles)])
+        told = told[experts + 1 :]
+        where, edges = told[: len(of_tile)], told[len(of_tile) :]
         pairs = Sorted(*sorted_places(keys), edges.int().view(-1, 2), where)
         first = True
         for piece, of_piece in zip([None, *pieces], batches, strict=True):
@@ -250,7 +251,7 @@ class Prefiller:
     ) -> Future[tuple[Tensor, float]]:
         """The CPU's tokens, and its pool behind them."""
         with self._stream(1):
-            given = [self._to_host(part) for part in (x, ids, weights)]
+            rows, chosen, factors = (self._to_host(part) for part in (x, ids, weights))
             arrived = self._event()
         result = torch.empty(x.shape, dtype=torch.float32, pin_memory=self._cuda)
 
@@ -258,7 +259,7 @@ class Prefiller:
             if arrived is not None:
                 arrived.synchronize()
             began = time.perf_counter()
-            layer.experts.forward(*given, result)
+            layer.experts.forward(rows, chosen, factors, result)
             return result, time.perf_counter() - began
 
         return self._pool.submit(work)
