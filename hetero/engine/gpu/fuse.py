@@ -68,7 +68,7 @@ class Fusing:
             context=context,
             device=self.device,
         )
-        handoff = self._handoff() if vram is not None else None
+        handoff = self._handoff(decoder.moe_numbers) if vram is not None else None
         shared, hybrid = self._hybrid(vram, handoff)
         decoder.experts[:] = hybrid
         if vram is not None:
@@ -95,7 +95,7 @@ class Fusing:
             self.say(f"sequences hold up to {context} tokens; {gib(vram.used)} of GPU memory are in use")
         return runner
 
-    def _handoff(self) -> Handoff:
+    def _handoff(self, numbers: Sequence[int]) -> Handoff:
         options = self.options
         top_k = {one.spec.top_k for one in self.experts}
         handoff = Handoff(
@@ -105,6 +105,7 @@ class Fusing:
             device=self.device,
             backend=options.handoff,
             defer=self.defer > 0,
+            numbers=numbers,
         )
         self.say(f"hand-off by {handoff.backend.name} ({handoff.backend.why})")
         return handoff
@@ -112,6 +113,10 @@ class Fusing:
     def _hybrid(self, vram: Vram | None, handoff: Handoff | None) -> tuple[HybridShared, list[HybridExperts]]:
         arenas = self._arenas()
         shared = HybridShared(self.device, defer=self.defer)
+        if self.defer:
+            self.say(
+                f"up to {self.defer} of a token's experts are added one layer later, which changes the output"
+            )
         slots = [0] * len(self.experts)
         if arenas:
             self._split(shared, arenas)

@@ -110,6 +110,9 @@ def fused_device(placement: Placement, model: Any, dtype: str) -> str | None:
     """
     fused = [one for one in placement.assignments if one.op == "fused"]
     if not fused:
+        for one in placement.assignments:
+            if one.op == "moe" and one.options.get("experts", {}).get("defer"):
+                one.rule.where.fail("experts: 'defer' needs fused decoder layers: a rule with 'op: fused'")
         return None
     where = fused[0].rule.where
     layers = list(model.get_decoder().layers)
