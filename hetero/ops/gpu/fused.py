@@ -155,7 +155,11 @@ def project(
     out = torch.empty(count, m.n, dtype=out_dtype, device=rows.q.device)
     bias = out if m.bias is None else m.bias
     same = rows.q.dtype == m.packed.dtype == torch.bfloat16
-    cut = cut or cut_of(m.n, sizes["K"], m.format.code_bits, rows=count, products=m.format.quantised or same)
+    if cut is None:
+        products = m.format.quantised or same
+        cut = cut_of(m.n, sizes["K"], m.format.code_bits, rows=count, products=products)
+        if not (out.is_cuda or m.format.quantised or cut.stages):
+            cut = Cut(1, 1, 64)  # the interpreter takes long for each program
     few = (8 if count <= 8 else 16) if cut.stages else min(triton.next_power_of_2(count), _MOST_ROWS)
     grid = (-(-m.n // cut.outputs), -(-count // few))
     common: dict[str, Any] = {"HAS_BIAS": m.bias is not None, "COUNT": few, "num_warps": cut.warps, **sizes}

@@ -78,10 +78,11 @@ def mix_rows(
     parts = torch.empty(count, rows, outputs, dtype=torch.float32, device=device)
     has_out = block_out is not None and inject is not None
     new = torch.empty_like(streams) if has_out else streams
-    mix_kernels.project[(-(-outputs // _LINES), count, -(-rows // few))](
+    lines = 64 if device.type == "cpu" else _LINES  # the interpreter takes long for each program
+    mix_kernels.project[(-(-outputs // lines), count, -(-rows // few))](
         streams, *added_parts(block_out if has_out else None, shared, gate, parts),
         inject if has_out else parts, weights.norm, weights.down, new, norms, parts, rows, weights.eps,
-        HAS_OUT=has_out, HAS_SHARED=shared is not None, HAS_GATE=gate is not None, LINES=_LINES,
+        HAS_OUT=has_out, HAS_SHARED=shared is not None, HAS_GATE=gate is not None, LINES=lines,
         DEPTH=min(triton.next_power_of_2(hidden), _DEPTH), num_warps=_WARPS, **sizes,
     )  # fmt: skip
     out = torch.empty(rows, hidden, dtype=streams.dtype, device=device)
