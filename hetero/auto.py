@@ -40,11 +40,12 @@ def plan_run(
     context: int | None = None,
     concurrency: int = 1,
     device: tuple[str, int] | None,
+    dtype: str | None = None,
 ) -> Auto:
     """Plan a checkpoint for this machine as it is now, and write the rules into the cache folder.
 
-    ``device``: name and free bytes of the GPU, None for none. Raises MachineError, with needed and available
-    bytes, where nothing fits that can be run today.
+    ``device``: name and free bytes of the GPU, None for none. ``dtype``: of dense layers, None for what fits.
+    Raises MachineError, with needed and available bytes, where nothing fits that can be run today.
     """
     inventory = inventory_of(folder)
     hardware = _here(device)
@@ -57,6 +58,7 @@ def plan_run(
         ram=memory.available().bytes,
         context=min(wanted, inventory.context or wanted),
         concurrency=concurrency,
+        dense=dtype or "auto",
     )
     plan = make_plan(name, inventory, hardware, request, any_format=kept is None, alternatives=False)
     if plan.today.why_not is not None:

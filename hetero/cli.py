@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 # What the system says of a path that a user gave.
 _USERS_FILES = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+# What it says where the disk is at fault.
+_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class _Group(TyperGroup):
@@ -60,6 +62,9 @@ class _Group(TyperGroup):
             if error.errno == errno.ENOSPC and error.filename is None:
                 terminal.note(f"hetero: the output cannot be written: {error.strerror}")
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise typer.Exit(MachineError.exit_code) from None
+            if error.errno in _DISKS and error.filename is not None:
+                terminal.note(f"hetero: {error.filename}: cannot be written: {error.strerror}")
                 raise typer.Exit(MachineError.exit_code) from None
             if error.errno not in _USERS_FILES or error.filename is None:
                 raise _defect(error) from None
@@ -215,6 +220,8 @@ def run(
     given_ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
     if (prompt is None) == (given_ids is None):
         raise InputError("give either a text (-p TEXT) or token ids (--prompt-ids 1,2,3)")
+    if prompt == "":
+        raise InputError("-p '': the prompt is empty")
     if system is not None and (raw or given_ids is not None):
         raise InputError("--system: only with a text and without --raw")
     if given_ids is None:
@@ -465,18 +472,18 @@ def _store(tier: str | None, ram: str | None, pack_cache: str) -> StoreOptions:
     """What was said of memory and disk; ``ram`` holds from now on."""
     from hetero.engine.experts import StoreOptions
     from hetero.hw import memory
+    from hetero.plan.sizes import parse_size
 
-    memory.state(None if ram is None else memory.parse_bytes(ram))
+    if ram is not None and parse_size(ram, "--ram") == 0:
+        raise InputError(f"--ram {ram}: must be above 0")
+    memory.state(None if ram is None else parse_size(ram, "--ram"))
     return StoreOptions(pack_cache, tier)
 
 
 def _vram(text: str | None) -> int | None:
-    from hetero.hw.memory import parse_bytes
+    from hetero.plan.sizes import parse_size
 
-    try:
-        return None if text is None else parse_bytes(text)
-    except InputError as error:
-        raise InputError(f"--vram {error}") from None
+    return None if text is None else parse_size(text, "--vram")
 
 
 def _load(
@@ -521,9 +528,9 @@ def _load(
         if torch.cuda.is_available():
             free = torch.cuda.mem_get_info(0)[0]
             device = (torch.cuda.get_device_name(0), free if vram is None else min(vram, free))
-        chosen = plan_run(folder, name, context=context, concurrency=concurrency, device=device)
+        chosen = plan_run(folder, name, context=context, concurrency=concurrency, device=device, dtype=dtype)
         terminal.note(chosen.note)
-        rules, dtype = str(chosen.rules), dtype or chosen.dtype
+        rules, dtype = str(chosen.rules), chosen.dtype
     with terminal.progress_bar(f"loading {name}") as progress:
         loaded = load_model(
             folder,
@@ -575,9 +582,9 @@ def _refuse_shapes(model: str | None, instead: str) -> None:
 def _prompt_ids(loaded: Loaded, text: str, system: str | None, raw: bool) -> list[int]:
     tokenizer = loaded.tokenizer
     if tokenizer is None:
-        from hetero.model.tokenizer import NO_TOKENIZER
+        from hetero.model.tokenizer import no_tokenizer
 
-        raise InputError(f"{loaded.folder} {NO_TOKENIZER}")
+        raise InputError(no_tokenizer(loaded.folder))
     if raw or (not tokenizer.has_template and system is None):
         return tokenizer.encode(text)
     messages = [{"role": "system", "content": system}] if system is not None else []

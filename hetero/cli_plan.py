@@ -37,7 +37,10 @@ _MOST_COUNT = 1e18  # no NaN, no infinity and nothing that a float does not hold
 
 def plan(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, a config.json, synthetic:NAME or OWNER/NAME.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A folder, a .gguf file, a config.json, synthetic:NAME or OWNER/NAME."
+        ),
     ],
     *,
     revision: Annotated[
@@ -80,10 +83,13 @@ def plan(
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rule file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell what sits where and the bound on speed, term by term; exit 3 where it cannot fit."""
+    """Tell what sits where and the bound on speed, term by term; exit 3 where it cannot fit.
+
+    A GGUF file or a quantised checkpoint is planned with the formats that it has (docs/gguf.md).
+    """
     machine, available = _hardware(hardware)
     request = Request(
-        expert_format=parse_format(format_ or "int4"),
+        expert_format=_format(format_),
         vram=None if vram is None else parse_size(vram, "--vram"),
         ram=available if ram is None else parse_size(ram, "--ram"),
         context=DEFAULT_CONTEXT if ctx is None else ctx,
@@ -113,6 +119,13 @@ def plan(
         typer.echo(json.dumps(as_dict(made), indent=2))
     else:
         show(made)
+
+
+def _format(given: str | None) -> Format:
+    try:
+        return parse_format(given or "int4")
+    except InputError as error:
+        raise InputError(f"--format {given}: {error}") from None
 
 
 def _hardware(given: str | None) -> tuple[Hardware, int | None]:

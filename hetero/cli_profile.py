@@ -16,7 +16,7 @@ import typer
 
 from hetero import terminal
 from hetero.core import InputError
-from hetero.wholefile import write_whole
+from hetero.wholefile import unwritable, write_whole
 
 if TYPE_CHECKING:
     from hetero.report.schema import Report
@@ -143,7 +143,7 @@ def _check_writable(path: Path | None) -> None:
         with path.open("a"):
             pass
     except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+        raise unwritable(error, str(path)) from None
 
 
 def _words(text: str | None) -> list[str]:

@@ -17,14 +17,15 @@ from rich.table import Table
 from hetero.core import InputError
 from hetero.registry import load_class, op_names
 from hetero.rules import Placement, RuleSet, load_rules, match
-from hetero.rules.defaults import default_rules_for, shipped
+from hetero.rules.defaults import default_rules_for, for_dense, shipped
 from hetero.rules.devices import parse_devices
-from hetero.rules.explain import CACHE, DENSE_BYTES, Line, explain, group, human, totals
+from hetero.rules.explain import CACHE, DENSE_BYTES, IN_RAM, Line, explain, group, human, totals
 from hetero.rules.migrate import migrate
 from hetero.rules.mistakes import Mistakes
 from hetero.rules.options import schemas_for
 from hetero.rules.source import did_you_mean, listed
 from hetero.rules.variables import parse_set
+from hetero.wholefile import unwritable
 
 if TYPE_CHECKING:
     from hetero.core import ModuleInfo
@@ -148,7 +149,7 @@ def migrate_command(
         try:
             output.write_text(result.text, encoding="utf-8")
         except OSError as error:
-            raise InputError(f"{output}: cannot be written: {error.strerror}") from None
+            raise unwritable(error, str(output)) from None
     for note in result.notes:
         typer.echo(f"note: {note}", err=True)
     for lost in result.lost:
@@ -186,6 +187,8 @@ def _place(
     if ruleset is None:
         has_gpu = any(device.startswith("cuda") for device in there)
         ruleset = load_rules(default_rules_for(model_type, has_gpu), overrides, mistakes)
+        if found.kind == "gguf" and not any(module.experts for module in modules):
+            ruleset = for_dense(ruleset)
     ops = schemas_for(op_names())
     placement = match(ruleset, modules, devices=there, ops=ops, model_type=model_type, mistakes=mistakes)
     for path, rule in {a.cls: a.rule for a in placement.replacements() if a.cls is not None}.items():
@@ -252,7 +255,7 @@ def _print_table(placement: Placement, model_type: str, lines: list[Line], every
         line = one.line
         if not (every or one.bytes or (line.owner is None and line.op != "keep")):
             continue
-        op = line.op if line.owner is None or line.op == CACHE else f"in {line.op}"
+        op = line.op if line.owner is None or line.op in (CACHE, IN_RAM) else f"in {line.op}"
         table.add_row(
             one.pattern or "(root)", line.cls, line.rule, op, line.device, line.format, human(one.bytes)
         )

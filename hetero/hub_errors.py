@@ -24,8 +24,11 @@ class UnreachableError(MachineError):
 
 
 def endpoint() -> str:
-    """The Hub's address, or that of a mirror."""
-    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    """The Hub's address, or that of a mirror. Raises InputError for one that is no address."""
+    found = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    if not found.startswith(("https://", "http://")):
+        raise InputError(f"HF_ENDPOINT={found}: must begin with https:// or http://")
+    return found
 
 
 def unreachable(error: Exception, repo: str) -> UnreachableError:

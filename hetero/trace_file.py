@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hetero.core import InputError
 from hetero.overlap import choice_lines, choices, overlap
 from hetero.trace import (
     HITS,
@@ -21,6 +20,7 @@ from hetero.trace import (
     summarise,
     whole_steps,
 )
+from hetero.wholefile import unwritable
 
 TRACKS = ("step", "prefill", "gpu", "gpu experts", "pcie", "pcie in place", "cpu", "disk")
 """Rows of the viewer: lanes, and what may go on beside the rest of its lane, only where there is some."""
@@ -115,27 +115,27 @@ def summary_lines(steps: Sequence[Step]) -> list[str]:
 
 
 def check_writable(path: Path) -> None:
-    """Raises InputError where a trace cannot be written, before the work that it is of."""
+    """Raises InputError or MachineError where a trace cannot be written, before the work that it is of."""
     try:
         with path.open("ab"):
             pass
     except OSError as error:
-        raise InputError(f"--trace {path}: cannot be written: {error.strerror}") from None
+        raise unwritable(error, f"--trace {path}") from None
 
 
 def write(path: Path, spans: Sequence[Span], since: int = 0) -> None:
-    """Raises InputError where the file cannot be written."""
+    """Raises InputError where the file cannot be written, MachineError where the disk is the reason."""
     try:
         path.write_text(json.dumps(chrome_trace(spans, since), separators=(",", ":")), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"--trace {path}: cannot be written: {error.strerror}") from None
+        raise unwritable(error, f"--trace {path}") from None
 
 
 @contextmanager
 def to_file(path: str | None, tell: Callable[[str], None]) -> Iterator[None]:
     """Record within it into ``path``, and ``tell`` in lines what was seen; without a path nothing happens.
 
-    The file is written after an error as well. Raises InputError where it cannot be, before anything runs.
+    The file is written after an error as well. Raises as ``check_writable``, before anything runs.
     """
     if path is None:
         yield

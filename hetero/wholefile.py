@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and whose fault it is when they cannot be."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ import os
 import tempfile
 from pathlib import Path
 
-from hetero.core import InputError, MachineError
+from hetero.core import HeteroError, InputError, MachineError
 
 # What the machine cannot do, whatever the user would have said.
 _MACHINES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+
+
+def unwritable(error: OSError, what: str, more: str = "") -> HeteroError:
+    """The error to raise: the machine's where its disk is the reason, else the user's, who named the file.
+
+    ``what`` cannot be written; ``more`` comes after the reason.
+    """
+    kind = MachineError if error.errno in _MACHINES else InputError
+    return kind(f"{what}: cannot be written: {error.strerror or error}{more}")
 
 
 def write_whole(path: Path, text: str, what: str) -> None:
@@ -36,8 +45,7 @@ def write_whole(path: Path, text: str, what: str) -> None:
                 Path(part.name).unlink(missing_ok=True)
                 raise
     except OSError as error:
-        kind = MachineError if error.errno in _MACHINES else InputError
-        raise kind(f"{what} {path}: cannot be written: {error.strerror}") from None
+        raise unwritable(error, f"{what} {path}") from None
 
 
 def _mode(path: Path) -> int:

@@ -21,6 +21,7 @@ from hetero.rules.explain import explain, totals
 from hetero.store.cache import AUTO, PackCache, discard, find
 from hetero.store.disk import disk_speed
 from hetero.store.packfile import PackFile, PackUnusable
+from hetero.wholefile import unwritable
 
 log = logging.getLogger("hetero.load")
 
@@ -87,7 +88,7 @@ class ExpertsOnTiers:
             pack(to, ready.model, ready.checkpoint, ready.plan, progress=self._progress, tell=self._tell)
             return PackFile(path)
         except OSError as error:
-            raise InputError(f"{error.filename or path}: cannot be written: {error.strerror}") from None
+            raise unwritable(error, str(error.filename or path)) from None
         except PackUnusable as error:
             raise MachineError(f"{path} {error}") from None
 
@@ -182,4 +183,4 @@ def pack_experts(
         to = PackTarget(path, manifest, sites)
         return pack(to, ready.model, ready.checkpoint, ready.plan, progress=progress, tell=tell)
     except OSError as error:
-        raise InputError(f"{error.filename or path}: cannot be written: {error.strerror}") from None
+        raise unwritable(error, str(error.filename or path)) from None

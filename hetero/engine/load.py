@@ -36,7 +36,7 @@ from hetero.ops.hops import connect
 from hetero.ops.watch import expert_uses, watch_steps
 from hetero.registry import op_names
 from hetero.rules import Assignment, Placement, load_rules, match
-from hetero.rules.defaults import default_rules_for
+from hetero.rules.defaults import default_rules_for, for_dense
 from hetero.rules.options import schemas_for
 from hetero.stats import Recorder
 
@@ -230,8 +230,7 @@ def place(
                 f"{folder}: {config.model_type} has no routed experts; hetero runs Mixture-of-Experts models "
                 "(a rule file of your own, given by --rules, may place others)"
             )
-        # Most GGUF files are of dense models, and their users expect that any runs.
-        ruleset = replace(ruleset, rules=tuple(replace(rule, optional=True) for rule in ruleset.rules))
+        ruleset = for_dense(ruleset)
     placement = match(
         ruleset, modules, devices=devices, ops=schemas_for(op_names()), model_type=config.model_type
     )

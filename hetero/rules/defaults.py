@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hetero.rules.find import shipped_files
@@ -38,3 +38,9 @@ def default_rules_for(model_type: str, has_gpu: bool) -> Path:
             return one.path
     assert fallback is not None, "the wheel carries default-cpu.yaml and default-gpu.yaml"
     return fallback
+
+
+def for_dense(rules: RuleSet) -> RuleSet:
+    """Shipped rules for a model that may lack what they are for: most GGUF files are of dense models, whose
+    users expect that any runs."""
+    return replace(rules, rules=tuple(replace(rule, optional=True) for rule in rules.rules))

@@ -15,6 +15,9 @@ from hetero.rules.placement import Assignment, Placement
 _RUNS = 3  # runs of numbers that a folded name spells out
 CACHE = "cache of moe"
 """Operator of lines for experts that a GPU holds besides main memory."""
+IN_RAM = "RAM of moe"
+"""Operator of lines for experts of the disk tier that main memory holds besides."""
+DISK = "disk"
 DENSE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -69,8 +72,8 @@ def bytes_of_experts(spec: ExpertSpec, fmt: str, down_format: str | None = None)
 
 def explain(placement: Placement, modules: Sequence[ModuleInfo], dtype: str = "float32") -> list[Line]:
     """One line per module that has an assignment. ``dtype``: of dense weights. Weights of experts that op
-    "moe" takes are counted in their packed format. Experts of which a GPU holds some besides have a second
-    line, where their rule says how many."""
+    "moe" takes are counted in their packed format, on "disk" those of that tier. Experts of which a GPU or
+    main memory holds some besides have a second line, where their rule says how many."""
     lines = []
     cached: list[tuple[Line, Assignment]] = []
     for module in modules:
@@ -80,13 +83,13 @@ def explain(placement: Placement, modules: Sequence[ModuleInfo], dtype: str = "f
         line = _line(module, assignment, placement.by_module, dtype)
         lines.append(line)
         owner = placement.by_module.get(assignment.owner or "", assignment)
-        if module.experts is not None and owner.op == "moe" and line.device == "cpu":
+        if module.experts is not None and owner.op == "moe" and line.device in ("cpu", DISK):
             cached.append((line, owner))
     return lines + _caches(cached)
 
 
 def _caches(experts: Sequence[tuple[Line, Assignment]]) -> list[Line]:
-    """The lines of what GPUs hold of experts in main memory."""
+    """The lines of what GPUs hold of experts in main memory, and main memory of those on disk."""
     of_rule: dict[str, int] = {}
     for line, owner in experts:
         of_rule[owner.rule.label] = of_rule.get(owner.rule.label, 0) + line.bytes
@@ -97,11 +100,15 @@ def _caches(experts: Sequence[tuple[Line, Assignment]]) -> list[Line]:
         if held and owner.device != "cpu":
             share = line.bytes * held // total
             found.append(replace(line, op=CACHE, device=owner.device, bytes=share))
+        ram = owner.options["experts"].get("ram")
+        if line.device == DISK and ram is not None:
+            share = line.bytes * min(ram, total) // total
+            found.append(replace(line, op=IN_RAM, device="cpu", bytes=share))
     return found
 
 
 def totals(lines: Sequence[Line]) -> dict[str, int]:
-    """Bytes per device, the CPU first."""
+    """Bytes per device, the CPU first; "disk" for experts of that tier."""
     found: dict[str, int] = {}
     for line in lines:
         found[line.device] = found.get(line.device, 0) + line.bytes
@@ -145,19 +152,21 @@ def _line(
     owner = by_module.get(assignment.owner) if assignment.owner else None
     fmt, size = (dtype, module.own_params * DENSE_BYTES[dtype]) if module.own_params else ("", 0)
     acting = owner or assignment
+    device = assignment.device
     if module.experts is not None and acting.op == "moe":
         experts = acting.options["experts"]
         expected = str(expected_format(experts["format"]))
         first, down = experts.get("formats", {}).get(module.name, (expected, expected))
         fmt = first if first == down else f"{first} + {down}"
         size = bytes_of_experts(module.experts, first, down)
+        device = DISK if experts.get("tier") == "disk" else device
     elif size and (packed := _linear_format(module, acting)) is not None:
         linear = parse_format(packed)
         # Without the padding of blocks, which the number of weights does not tell.
         fmt, size = str(linear), int(module.own_params * linear.bits_per_weight / 8)
     cls = module.classes[0] if module.classes else ""
     op = acting.op or acting.cls or ""
-    return Line(module.name, cls, assignment.rule.name, op, assignment.device, fmt, size, assignment.owner)
+    return Line(module.name, cls, assignment.rule.name, op, device, fmt, size, assignment.owner)
 
 
 def _linear_format(module: ModuleInfo, acting: Assignment) -> str | None:

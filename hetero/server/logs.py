@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 
-from hetero.core import InputError
+from hetero.wholefile import unwritable
 
 log = logging.getLogger("hetero.server")
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
@@ -32,7 +32,7 @@ class LogFile(logging.Handler):
         try:
             self._file = self._open()
         except OSError as error:
-            raise InputError(f"--log-file {path}: cannot be written: {error.strerror}") from None
+            raise unwritable(error, f"--log-file {path}") from None
         self.setFormatter(logging.Formatter(FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:

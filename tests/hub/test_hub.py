@@ -348,6 +348,12 @@ def test_offline(hub: Hub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not hub.requests
 
 
+def test_an_endpoint_without_scheme_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "hf-mirror.com")
+    with pytest.raises(InputError, match=r"HF_ENDPOINT=hf-mirror.com: must begin with https://"):
+        fetch()
+
+
 def test_without_a_network(hub: Hub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(MachineError, match=r"http://127.0.0.1:9 cannot be reached .*HF_ENDPOINT"):

@@ -113,6 +113,16 @@ def test_dense(arch: str, model_type: str, changes: dict[str, Any], tmp_path: Pa
     agree(load_model(tmp_path / "m.gguf", threads=1).runnable.model, model)
 
 
+def test_the_rules_of_a_dense_file_are_explained_as_they_run(tmp_path: Path) -> None:
+    arch, model_type, changes = DENSE[0]
+    model = tiny(model_type, **changes)
+    write(model, tmp_path / "m.gguf", arch)
+    told = CliRunner().invoke(app, ["rules", "explain", str(tmp_path / "m.gguf"), "--json"])
+    assert told.exit_code == 0, told.output
+    weights = sum(weight.numel() for weight in model.parameters())
+    assert json.loads(told.stdout)["totals"] == {"cpu": 4 * weights}
+
+
 QUANTISED = [
     {"gate": "Q8_0", "up": "Q8_0", "down": "Q8_0"},
     {"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K"},

@@ -92,6 +92,16 @@ def planned(available: int, monkeypatch: pytest.MonkeyPatch) -> auto.Auto:
     return auto.plan_run(TEST_MODEL, "m/odd name", device=None)
 
 
+def test_a_dtype_that_was_asked_for_is_planned_and_told(
+    monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda *_: memory.Available(8 * GIB, "a test"))
+    made = auto.plan_run(TEST_MODEL, "m", device=None, dtype="bfloat16")
+    assert made.dtype == "bfloat16"
+    assert "dense layers in bfloat16" in made.note
+    assert "--dtype bfloat16" in made.rules.read_text()
+
+
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:

@@ -97,7 +97,7 @@ def test_a_model_of_twice_the_memory(tmp_path: Path, generator: torch.Generator)
     with memory_group() as group:
         if isinstance(group, str):
             log.warning("no memory cgroup here (%s): --ram alone", group)
-            found, told = run("disk.yaml", "--ram", str(LIMIT))
+            found, told = run("disk.yaml", "--ram", f"{LIMIT}b")
         else:
             enter = f"echo $$ > {group.folder}/cgroup.procs &&"
             found, told = run("disk.yaml", before=enter)

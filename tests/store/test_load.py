@@ -239,10 +239,12 @@ def test_an_interrupted_pack_goes_on_by_whole_blocks(tmp_path: Path, monkeypatch
             raise KeyboardInterrupt
 
     monkeypatch.setattr(packing.PackWriter, "close_block", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        pack_model(folder, out, rules=rules(tmp_path))
-    assert [p.suffix for p in out.iterdir()] == [".part"]
     told: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        pack_model(folder, out, rules=rules(tmp_path), tell=told.append)
+    (part,) = out.iterdir()
+    assert part.suffix == ".part"
+    assert f"blocks are kept in {part}" in told.pop()
     packed = pack_model(folder, out, rules=rules(tmp_path), tell=told.append)
     assert packed.resumed == 2
     assert len(closed) == packed.blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,11 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
-from hetero import cli
+from hetero import cli, cli_rules, trace_file
+from hetero.core import InputError
 from hetero.engine.generate import Engine
 from hetero.engine.load import load_model
 from hetero.engine.request import Request
 from hetero.model.shapes import resolve_model
+from hetero.model.tokenizer import Tokenizer, no_tokenizer
 from hetero.stats import expert_counts
 from tests.model.tiny import tiny, tiny_tokenizer
 
@@ -427,3 +430,46 @@ def test_a_full_disk_behind_stdout() -> None:
         3,
         "hetero: the output cannot be written: No space left on device\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("run", "-p", ""), "-p '': the prompt is empty"),
+        (("run", "--ram", "0", "-p", "x"), "--ram 0: must be above 0"),
+        (("run", "--ram", "5", "-p", "x"), "--ram 5: is no size; a unit is missing"),
+        (("serve", "--ram", "many"), "--ram many: is no size"),
+        (("plan", "synthetic:mixtral-8x7b", "--ram", "24"), "--ram 24: is no size; a unit is missing"),
+        (("plan", "synthetic:mixtral-8x7b", "--format", "int5"), "--format int5: unknown weight format"),
+    ],
+)
+def test_the_option_at_fault_is_named_before_anything_is_loaded(words: tuple[str, ...], told: str) -> None:
+    refused = call(*words)
+    assert refused.exit_code == 2
+    assert told in refused.output
+
+
+def test_a_full_disk_is_the_machines_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "file"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trace_file.Path, "open", full)
+        refused = call("run", "--trace", tmp_path / "t.json", "-p", "x")
+    assert refused.exit_code == 3
+    assert "t.json: cannot be written: No space left" in refused.output
+    # Also where nobody has foreseen it.
+    monkeypatch.setattr(cli_rules, "default_rules_for", full)
+    refused = call("rules", "explain", "synthetic:mixtral-8x7b")
+    assert refused.exit_code == 3
+    assert "file: cannot be written: No space left" in refused.output
+
+
+def test_advice_fits_gguf_files(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert "put its tokenizer.json there" in no_tokenizer(tmp_path / "folder")
+    assert "a file whose metadata has one" in no_tokenizer(tmp_path / "m.gguf")
+    asked = [{"role": "user", "content": "a"}]
+    for where, way in (("folder", "chat_template.jinja"), ("m.gguf", "tokenizer.chat_template")):
+        with pytest.raises(InputError, match=rf"{where} has no chat template.*--raw.*{way}"):
+            Tokenizer(tiny_tokenizer(None), where).render(asked)

@@ -133,7 +133,14 @@ def test_every_byte_has_one_character() -> None:
 def test_folder_without_tokenizer_is_none_and_a_broken_one_is_named(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": 3}')
-    with pytest.raises(InputError, match="tokenizer cannot be read"):
+    with pytest.raises(InputError, match=r"tokenizer.json: the tokenizer cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_of_several_files_the_broken_one_is_named(tmp_path: Path, byte_level: Tokenizer) -> None:
+    byte_level._inner.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(InputError, match=r"tokenizer_config.json: the tokenizer cannot be read"):
         load_tokenizer(tmp_path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hetero.formats import expert_bytes, parse_format
-from hetero.rules.explain import explain, group, human, totals
+from hetero.rules.explain import IN_RAM, explain, group, human, totals
 from tests.unit.rules_tree import GOOD, SPEC, place, tree, write
 
 
@@ -88,3 +88,22 @@ def test_bytes_for_people() -> None:
         "5.0 GiB",
         "3.00 TiB",
     ]
+
+
+def test_the_disk_tier_counts_as_disk_and_ram_as_its_rule_says(tmp_path: Path) -> None:
+    modules = tree(layers=2)
+    experts = "experts: {format: int4"
+    assert experts in GOOD
+    plain = explain(place(write(tmp_path, GOOD), modules), modules)
+    packed = sum(line.bytes for line in plain if line.module.endswith("experts"))
+    everything = explain(
+        place(write(tmp_path, GOOD.replace(experts, f"{experts}, tier: disk")), modules), modules
+    )
+    assert totals(everything)["disk"] == packed
+    assert totals(everything)["cpu"] == totals(plain)["cpu"] - packed
+    some = f"{experts}, tier: disk, ram: {packed // 2}"
+    lines = explain(place(write(tmp_path, GOOD.replace(experts, some)), modules), modules)
+    held = [line for line in lines if line.op == IN_RAM]
+    assert [line.device for line in held] == ["cpu", "cpu"]
+    assert sum(line.bytes for line in held) == packed // 2
+    assert totals(lines)["disk"] == packed
