@@ -21,6 +21,7 @@ from gguf.constants import TENSOR_NAMES
 
 from hetero.core import InputError
 from hetero.model import gguf_make
+from hetero.model.ahead import ReadAhead
 from hetero.model.gguf_arch import EXPERT_MODULES, Arch, Rule, all_rules, find_arch
 from hetero.model.gguf_config import read_config
 from hetero.model.gguf_file import GgufFile, GgufTensor, opened
@@ -61,6 +62,7 @@ class _Files(Closing):
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
+        self._ahead: dict[Path, ReadAhead] = {}
 
     def floats(self, tensor: GgufTensor, index: int | None = None) -> torch.Tensor:
         """A tensor, or element ``index`` along dimension 0, that dimension kept; float32 where quantised."""
@@ -86,6 +88,8 @@ class _Files(Closing):
         try:
             if file not in self._descriptors:
                 self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                self._ahead[file] = ReadAhead(self._descriptors[file])
+            self._ahead[file].read(start + len(buffer))
             while done < len(buffer):
                 count = os.preadv(self._descriptors[file], [buffer[done:]], start + done)
                 if count == 0:

@@ -21,6 +21,7 @@ import torch
 from hetero import jsonfile
 from hetero.core import InputError
 from hetero.formats import Format
+from hetero.model.ahead import ReadAhead
 from hetero.quant.pack import Codes
 
 INDEX = "model.safetensors.index.json"
@@ -159,6 +160,7 @@ class Checkpoint(Closing):
         self.folder = Path(folder)
         self.tensors: dict[str, TensorInfo] = {}
         self._descriptors: dict[Path, int] = {}
+        self._ahead: dict[Path, ReadAhead] = {}
         files, index = _find_files(self.folder)
         for file in files:
             for name, info in read_header(file).items():
@@ -224,6 +226,8 @@ class Checkpoint(Closing):
                 self._descriptors[file] = os.open(file, os.O_RDONLY)
             except OSError as error:
                 raise InputError(f"{file}: cannot be read: {error.strerror}") from None
+            self._ahead[file] = ReadAhead(self._descriptors[file])
+        self._ahead[file].read(start + len(buffer))
         done = 0
         while done < len(buffer):
             try:
