@@ -18,7 +18,11 @@ from tests.triton.flips import EXACT, borders, decoded, excess
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-pytestmark = [pytest.mark.gpu] if CUDA else []
+pytestmark = [
+    *([pytest.mark.gpu] if CUDA else []),
+    # The interpreter computes by numpy, which warns of what stands in rows that nobody computes.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 SPEC = ExpertSpec(12, 32, 16, 2)
 ODD = ExpertSpec(9, 40, 24, 2)
 BIAS = ExpertSpec(9, 64, 16, 2, Activation(ActKind.SILU, alpha=1.702, up_offset=1.0), has_bias=True)

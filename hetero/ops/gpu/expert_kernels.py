@@ -79,45 +79,70 @@ def _at(base, address):
 
 
 @triton.jit
+def step_dot(word, codes, step, here, FORMAT: tl.constexpr, ASM: tl.constexpr):
+    """int32 [STEPS, 16]: the products of the words of some steps and codes, of which ``codes`` + 4 * step
+    bytes (int4: 8 * step) are a step's."""
+    if FORMAT == INT4:
+        low = tl.load(codes + 2 * step, here, 0)
+        high = tl.load(codes + 2 * step + 1, here, 0)
+        ones = tl.full(low.shape, ONES, tl.int32)
+        zero = 8 * (_dot4(ones, low, ASM) + _dot4(ones, high, ASM))
+        return _dot4(word & LOW_NIBBLES, low, ASM) + _dot4((word >> 4) & LOW_NIBBLES, high, ASM) - zero
+    code = tl.load(codes + step, here, 0)
+    return _dot4(word, code, ASM) - 128 * _dot4(tl.full(code.shape, ONES, tl.int32), code, ASM)
+
+
+@triton.jit
+def _weighed(word, scale, q, qs, step, here, FORMAT: tl.constexpr, ASM: tl.constexpr):
+    """Float32 [STEPS, 16]: the products of some steps, by what ``_fetched`` gave of them, and a row, which
+    begins at ``q`` and ``qs``."""
+    per_step: tl.constexpr = 8 if FORMAT == INT4 else 4 if FORMAT == INT8 else 2
+    if FORMAT == BF16:
+        even = (word << 16).to(tl.float32, bitcast=True)
+        odd = (word & -65536).to(tl.float32, bitcast=True)
+        y = even * tl.load(q + 2 * step, here, 0.0).to(tl.float32)
+        return y + odd * tl.load(q + 2 * step + 1, here, 0.0).to(tl.float32)
+    act_scale = tl.load(qs + step * per_step // ACT_GROUP, here, 0.0)
+    return step_dot(word, q, step, here, FORMAT, ASM).to(tl.float32) * (scale.to(tl.float32) * act_scale)
+
+
+@triton.jit
+def _fetched(block, step, here, GROUP: tl.constexpr, SCALES_AT: tl.constexpr, FORMAT: tl.constexpr):
+    """(words, scales) [STEPS, 16] of some steps of the block that begins at ``block``."""
+    per_step: tl.constexpr = 8 if FORMAT == INT4 else 4 if FORMAT == INT8 else 2
+    row = tl.arange(0, ROWS)[None, :]
+    word = tl.load(block.to(tl.pointer_type(tl.int32)) + step * ROWS + row, here, 0)
+    if FORMAT == BF16:
+        return word, word
+    halves = (block + SCALES_AT).to(tl.pointer_type(tl.float16))
+    return word, tl.load(halves + step * per_step // GROUP * ROWS + row, here, 0.0)
+
+
+@triton.jit
 def _block_dot(
     block, q, qs,
     K: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr, FORMAT: tl.constexpr, STEPS: tl.constexpr,
-    ASM: tl.constexpr,
+    TILES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Float32 [16]: the products of one row of activations and a packed block, whose first byte is ``block``.
 
-    ``q``: the row as words of 4 codes (bf16: as values); ``qs``: its scales. STEPS of the block are read at
-    once.
+    ``q``: the row as words of 4 codes (bf16: as values); ``qs``: its scales. TILES of STEPS of the block are
+    on their way at once.
     """
-    row = tl.arange(0, ROWS)[None, :]
-    words = block.to(tl.pointer_type(tl.int32))
     per_step: tl.constexpr = 8 if FORMAT == INT4 else 4 if FORMAT == INT8 else 2
     steps: tl.constexpr = K // per_step
     total = tl.zeros((STEPS, ROWS), tl.float32)
-    for first in range(0, steps, STEPS):
-        step = (first + tl.arange(0, STEPS))[:, None]
-        here = step < steps
-        word = tl.load(words + step * ROWS + row, mask=here, other=0)
-        if FORMAT == BF16:
-            even = (word << 16).to(tl.float32, bitcast=True)
-            odd = (word & -65536).to(tl.float32, bitcast=True)
-            total += even * tl.load(q + 2 * step, mask=here, other=0.0).to(tl.float32)
-            total += odd * tl.load(q + 2 * step + 1, mask=here, other=0.0).to(tl.float32)
-        else:
-            halves = (block + SCALES_AT).to(tl.pointer_type(tl.float16))
-            weight_scale = tl.load(halves + step * per_step // GROUP * ROWS + row, mask=here, other=0.0)
-            act_scale = tl.load(qs + step * per_step // ACT_GROUP, mask=here, other=0.0)
-            if FORMAT == INT4:
-                low = tl.load(q + 2 * step, mask=here, other=0)
-                high = tl.load(q + 2 * step + 1, mask=here, other=0)
-                ones = tl.full(low.shape, ONES, tl.int32)
-                zero = 8 * (_dot4(ones, low, ASM) + _dot4(ones, high, ASM))
-                dot = _dot4(word & LOW_NIBBLES, low, ASM) + _dot4((word >> 4) & LOW_NIBBLES, high, ASM) - zero
-            else:
-                codes = tl.load(q + step, mask=here, other=0)
-                ones = tl.full(codes.shape, ONES, tl.int32)
-                dot = _dot4(word, codes, ASM) - 128 * _dot4(ones, codes, ASM)
-            total += dot.to(tl.float32) * (weight_scale.to(tl.float32) * act_scale)
+    for begin in range(0, steps, STEPS * TILES):
+        words, scales = (), ()
+        for tile in tl.static_range(TILES):
+            step = (begin + tile * STEPS + tl.arange(0, STEPS))[:, None]
+            word, scale = _fetched(block, step, step < steps, GROUP, SCALES_AT, FORMAT)
+            words, scales = words + (word,), scales + (scale,)
+        # Loads are not put off beyond it.
+        tl.debug_barrier()
+        for tile in tl.static_range(TILES):
+            step = (begin + tile * STEPS + tl.arange(0, STEPS))[:, None]
+            total += _weighed(words[tile], scales[tile], q, qs, step, step < steps, FORMAT, ASM)
     return tl.sum(total, 0)
 
 
@@ -151,7 +176,7 @@ def gate_up(
     base, q, qs, addresses, h, slots, alpha, gate_max, up_limit, act_max, up_offset,
     K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
     BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, HAS_GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, STEPS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """h float32 [pairs, N]: the activated values of every (token, expert) pair; program (16 outputs, pair).
 
@@ -170,11 +195,11 @@ def gate_up(
         out = block * ROWS + tl.arange(0, ROWS)
         here = out < N
         bias = _at(base, expert).to(tl.pointer_type(tl.float32)) + BIAS_AT // 4
-        one = _block_dot(first, x, xs, K, GROUP, SCALES_AT, FORMAT, STEPS, ASM)
+        one = _block_dot(first, x, xs, K, GROUP, SCALES_AT, FORMAT, STEPS, TILES, ASM)
         if HAS_BIAS:
             one += tl.load(bias + out, mask=here, other=0.0)
         if HAS_GATE:
-            up = _block_dot(first + BLOCK_BYTES, x, xs, K, GROUP, SCALES_AT, FORMAT, STEPS, ASM)
+            up = _block_dot(first + BLOCK_BYTES, x, xs, K, GROUP, SCALES_AT, FORMAT, STEPS, TILES, ASM)
             if HAS_BIAS:
                 up += tl.load(bias + N + out, mask=here, other=0.0)
             value = combined(one, up, alpha, gate_max, up_limit, act_max, up_offset, KIND)
@@ -188,28 +213,49 @@ def down(
     base, q, qs, addresses, weights, out, slots,
     K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
     BEGIN: tl.constexpr, BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    STEPS: tl.constexpr, ASM: tl.constexpr,
+    STEPS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """out float32 [T, N]: the weighted sum of a token's experts that have an address; program (16 outputs,
     token).
 
-    The matrix begins at byte BEGIN of an expert. One program sums a token's pairs in the order of slots, so
-    that the result is the same in every run.
+    The matrix begins at byte BEGIN of an expert. One program sums a token's pairs, whose steps stand one
+    behind the other, so that the result is the same in every run. TILES of STEPS are on their way at once.
     """
     block, token = tl.program_id(0), tl.program_id(1)
+    per_step: tl.constexpr = 8 if FORMAT == INT4 else 4 if FORMAT == INT8 else 2
+    steps: tl.constexpr = K // per_step
+    pair = token * slots
+    offset = BEGIN + block.to(tl.int64) * BLOCK_BYTES
+    total = tl.zeros((STEPS, ROWS), tl.float32)
+    for begin in range(0, slots * steps, STEPS * TILES):
+        words, scales = (), ()
+        for tile in tl.static_range(TILES):
+            place = begin + tile * STEPS + tl.arange(0, STEPS)
+            expert = tl.load(addresses + pair + place // steps, place < slots * steps, 0)
+            step, here = (place % steps)[:, None], (expert != 0)[:, None]
+            from_base = tl.where(expert != 0, expert + offset - base.to(tl.int64), 0)
+            start = base + tl.multiple_of(from_base, 64)[:, None]
+            word, scale = _fetched(start, step, here, GROUP, SCALES_AT, FORMAT)
+            words, scales = words + (word,), scales + (scale,)
+        # Loads are not put off beyond it.
+        tl.debug_barrier()
+        for tile in tl.static_range(TILES):
+            place = begin + tile * STEPS + tl.arange(0, STEPS)
+            slot = place // steps
+            expert = tl.load(addresses + pair + slot, place < slots * steps, 0)
+            weight = tl.load(weights + pair + slot, expert != 0, 0.0)
+            # The rows of pairs stand one behind the other as well.
+            step = (pair * steps + place)[:, None]
+            total += weight[:, None] * _weighed(
+                words[tile], scales[tile], q, qs, step, (expert != 0)[:, None], FORMAT, ASM
+            )
+    y = tl.sum(total, 0)
     rows = block * ROWS + tl.arange(0, ROWS)
     here = rows < N
-    total = tl.zeros((ROWS,), tl.float32)
-    for slot in range(slots):
-        pair = token * slots + slot
-        expert = tl.load(addresses + pair)
-        if expert != 0:
-            x = q + pair * (K if FORMAT == BF16 else K // 4)
-            xs = qs + pair * (K // ACT_GROUP)
-            start = _at(base, expert + BEGIN + block.to(tl.int64) * BLOCK_BYTES)
-            y = _block_dot(start, x, xs, K, GROUP, SCALES_AT, FORMAT, STEPS, ASM)
-            if HAS_BIAS:
+    if HAS_BIAS:
+        for slot in range(slots):
+            expert = tl.load(addresses + pair + slot)
+            if expert != 0:
                 bias = _at(base, expert).to(tl.pointer_type(tl.float32)) + BIAS_AT // 4
-                y += tl.load(bias + rows, mask=here, other=0.0)
-            total += tl.load(weights + pair) * y
-    tl.store(out + token.to(tl.int64) * N + rows, total, mask=here)
+                y += tl.load(weights + pair + slot) * tl.load(bias + rows, mask=here, other=0.0)
+    tl.store(out + token.to(tl.int64) * N + rows, y, mask=here)

@@ -66,7 +66,8 @@ def gate_up(
     base, q, qs, addresses, sources, h, slots, alpha, gate_max, up_limit, act_max, up_offset,
     K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
     BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, HAS_GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr, WORDS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, STEPS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     """``expert_kernels.gate_up``, whose program (16 outputs, pair) first brings its bytes of an expert from
     ``sources`` int64 [pairs], where that is not 0. Pairs of one expert bring the same bytes to the same
@@ -79,7 +80,7 @@ def gate_up(
         _bring(base, source + offset, tl.load(addresses + pair) + offset, mats * BLOCK_BYTES, WORDS)
     expert_kernels.gate_up(
         base, q, qs, addresses, h, slots, alpha, gate_max, up_limit, act_max, up_offset,
-        K, N, BLOCK_BYTES, GROUP, SCALES_AT, BIAS_AT, FORMAT, KIND, HAS_GATE, HAS_BIAS, STEPS, ASM,
+        K, N, BLOCK_BYTES, GROUP, SCALES_AT, BIAS_AT, FORMAT, KIND, HAS_GATE, HAS_BIAS, STEPS, TILES, ASM,
     )  # fmt: skip
 
 
@@ -88,7 +89,7 @@ def down(
     base, q, qs, addresses, sources, weights, out, slots,
     K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
     BEGIN: tl.constexpr, BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    STEPS: tl.constexpr, ASM: tl.constexpr, WORDS: tl.constexpr,
+    STEPS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """``expert_kernels.down``, whose program (16 outputs, token) first brings its bytes, as ``gate_up``."""
     block, token = tl.program_id(0), tl.program_id(1)
@@ -100,7 +101,7 @@ def down(
             _bring(base, source + offset, tl.load(addresses + pair) + offset, BLOCK_BYTES, WORDS)
     expert_kernels.down(
         base, q, qs, addresses, weights, out, slots,
-        K, N, BLOCK_BYTES, GROUP, SCALES_AT, BEGIN, BIAS_AT, FORMAT, HAS_BIAS, STEPS, ASM,
+        K, N, BLOCK_BYTES, GROUP, SCALES_AT, BEGIN, BIAS_AT, FORMAT, HAS_BIAS, STEPS, TILES, ASM,
     )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from hetero.core import ActKind, ExpertSpec, InputError
 from hetero.formats import BLOCK_ROWS, GPU_FORMATS, Format, block_bytes
 from hetero.ops.gpu import expert_kernels, grouped_kernels, hybrid_kernels
-from hetero.ops.gpu.packed import STEPS, matrix_sizes, quantised_rows
+from hetero.ops.gpu.packed import matrix_sizes, quantised_rows
+from hetero.ops.gpu.tuning import STEPS_OF_WARP, Cut, cut_down, cut_up
 
 _KINDS = (ActKind.SILU, ActKind.GELU, ActKind.GELU_TANH, ActKind.RELU, ActKind.RELU2, ActKind.IDENTITY)
 _WORDS = 4096  # that a program brings at a time
@@ -105,26 +106,29 @@ class ExpertLaunch:
         host addresses from which experts are brought to theirs on the way, see ``hybrid_kernels.gate_up``.
         """
         tokens, slots = addresses.shape
-        common: dict[str, Any] = {"STEPS": STEPS, "ASM": not self.twin}
+        bits, asm = self.format.code_bits, {"ASM": not self.twin}
+        up: dict[str, Any] = self.act | self.up | asm | self._cut(cut_up(self.up["K"], bits))
+        down: dict[str, Any] = self.down | asm | self._cut(cut_down(self.down["K"], bits, slots))
         h = torch.empty(tokens * slots, self.spec.intermediate, device=self.device)
         out = torch.empty(tokens, self.spec.hidden, device=self.device)
         grid_up, grid_down = (self.blocks_up, tokens * slots), (self.blocks_down, tokens)
         if sources is None:
-            expert_kernels.gate_up[grid_up](
-                base, *rows, addresses, h, slots, *self.limits, **self.act, **self.up, **common
-            )
+            expert_kernels.gate_up[grid_up](base, *rows, addresses, h, slots, *self.limits, **up)
             hq = quantised_rows(self.format, h, self.down["K"])
-            expert_kernels.down[grid_down](base, *hq, addresses, weights, out, slots, **self.down, **common)
+            expert_kernels.down[grid_down](base, *hq, addresses, weights, out, slots, **down)
             return out
-        common["WORDS"] = _WORDS
         hybrid_kernels.gate_up[grid_up](
-            base, *rows, addresses, sources, h, slots, *self.limits, **self.act, **self.up, **common
+            base, *rows, addresses, sources, h, slots, *self.limits, WORDS=_WORDS, **up
         )
         hq = quantised_rows(self.format, h, self.down["K"])
         hybrid_kernels.down[grid_down](
-            base, *hq, addresses, sources, weights, out, slots, **self.down, **common
+            base, *hq, addresses, sources, weights, out, slots, WORDS=_WORDS, **down
         )
         return out
+
+    @staticmethod
+    def _cut(cut: Cut) -> dict[str, int]:
+        return {"STEPS": STEPS_OF_WARP * cut.warps, "TILES": cut.tiles, "num_warps": cut.warps}
 
     def many(
         self,

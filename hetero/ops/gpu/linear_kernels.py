@@ -9,21 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hetero.ops.gpu.expert_kernels import ACT_GROUP, INT4, LOW_NIBBLES, ONES, ROWS, _dot4
+from hetero.ops.gpu.expert_kernels import ACT_GROUP, INT4, ROWS, step_dot
 from hetero.ops.gpu.grouped_kernels import _decoded
-
-
-@triton.jit
-def _step_dot(word, codes, step, here, FORMAT: tl.constexpr, ASM: tl.constexpr):
-    """int32 [STEPS, 16]: the products of the words of some steps and a row's codes."""
-    if FORMAT == INT4:
-        low = tl.load(codes + 2 * step, here, 0)
-        high = tl.load(codes + 2 * step + 1, here, 0)
-        ones = tl.full(low.shape, ONES, tl.int32)
-        zero = 8 * (_dot4(ones, low, ASM) + _dot4(ones, high, ASM))
-        return _dot4(word & LOW_NIBBLES, low, ASM) + _dot4((word >> 4) & LOW_NIBBLES, high, ASM) - zero
-    code = tl.load(codes + step, here, 0)
-    return _dot4(word, code, ASM) - 128 * _dot4(tl.full(code.shape, ONES, tl.int32), code, ASM)
 
 
 @triton.jit
@@ -63,7 +50,7 @@ def project_packed(
             sums = ()
             for i in tl.static_range(COUNT):
                 row = tl.minimum(first_row + i, rows - 1)
-                dot = _step_dot(tiles[tile], q + row * (K // 4), step, step < steps, FORMAT, ASM)
+                dot = step_dot(tiles[tile], q + row * (K // 4), step, step < steps, FORMAT, ASM)
                 at = qs + row * (K // ACT_GROUP) + step * per_step // ACT_GROUP
                 sums = sums + (totals[i] + dot.to(tl.float32) * (scale * tl.load(at, step < steps, 0.0)),)
             totals = sums

@@ -12,9 +12,6 @@ from hetero.ops.gpu import expert_kernels
 
 _CODE_BITS = {"bf16": 16, "int8": 8, "int4": 4}
 
-STEPS = 64
-"""Steps of a block that a program reads at a time: 4 KiB."""
-
 
 def matrix_sizes(fmt: Format, n: int, k: int) -> dict[str, Any]:
     """Constants of the kernels for a packed matrix of n outputs and k inputs."""

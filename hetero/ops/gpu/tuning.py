@@ -41,6 +41,18 @@ def cut_of(n: int, k: int, bits: int, *, rows: int, products: bool) -> Cut:
     return Cut(*_fewest(k * bits // 32, STEPS_OF_WARP, widest, 6))
 
 
+def cut_up(k: int, bits: int) -> Cut:
+    """Of the first matrices of experts, k inputs with padding: many programs, of 16 outputs of a pair."""
+    return Cut(*_fewest(k * bits // 32, STEPS_OF_WARP, 4, 5))
+
+
+def cut_down(k: int, bits: int, slots: int) -> Cut:
+    """Of the last one: a program has all pairs of a token."""
+    steps = slots * k * bits // 32
+    # More tiles would leave room for one program alone on a multiprocessor.
+    return Cut(MOST_WARPS, 4) if steps > 512 else Cut(*_fewest(steps, STEPS_OF_WARP, MOST_WARPS, 4))
+
+
 def _fewest(length: int, each: int, widest: int, most: int) -> tuple[int, int]:
     """(warps, tiles) that leave the fewest places of a length without work, then go round least often."""
 
