@@ -444,6 +444,7 @@ def serve(
                 auto=auto,
                 context=ctx,
                 concurrency=slots,
+                kv_tokens=kv_tokens,
                 vram=size,
                 handoff=handoff,
             )
@@ -499,6 +500,7 @@ def _load(
     auto: bool = False,
     context: int | None = None,
     concurrency: int = 1,
+    kv_tokens: int | None = None,
     vram: int | None = None,
     handoff: str = "auto",
 ) -> Loaded:
@@ -517,7 +519,7 @@ def _load(
     from hetero.engine.load import load_model, with_context
     from hetero.model import hf
 
-    gpu = gpu_options(vram, slots=concurrency, context=context, handoff=handoff)
+    gpu = gpu_options(vram, slots=concurrency, context=context, kv_tokens=kv_tokens, handoff=handoff)
     hf.quiet()
     if auto:
         import torch

@@ -86,9 +86,10 @@ def test_experts_on_all_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             loaded.runnable.model,
             loaded.placement,
             "cpu",
-            GpuOptions(slots=1, context=CONTEXT),
+            GpuOptions(slots=1, context=CONTEXT, kv_tokens=20),
             say=told.append,
         )
+        assert runner.kv_tokens == 16
         slot = runner.claim()
         logits = [runner.prefill(slot, [7, 20])]
         for token in (33, 11):

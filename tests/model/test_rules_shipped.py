@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero.core import MOE_BLOCK, ModuleInfo
+from hetero.core import MOE_BLOCK, InputError, ModuleInfo
 from hetero.model.build import build_meta, describe
 from hetero.model.config import load_config
 from hetero.model.moe_types import REFUSED
@@ -38,10 +38,20 @@ def shape_tree(name: str) -> tuple[str, tuple[ModuleInfo, ...]]:
 
 
 def assert_sound(placement: Placement, modules: tuple[ModuleInfo, ...], gpu: bool) -> None:
-    """Every block is replaced, nothing else is, and everything is where the file's name says."""
+    """Every block is replaced, nothing else is but what fused layers ask for, and everything is where the
+    file's name says."""
     blocks = [m.name for m in modules if MOE_BLOCK in m.classes]
     assert blocks
-    assert [a.module for a in placement.replacements()] == blocks
+    replaced: dict[str | None, list[str]] = {}
+    for assignment in placement.replacements():
+        replaced.setdefault(assignment.op, []).append(assignment.module)
+    assert replaced.pop("moe") == blocks
+    fused = set(replaced.pop("fused", ()))
+    assert fused == ({m.name for m in modules if m.classes[0].endswith("DecoderLayer")} if fused else set())
+    linear = set(replaced.pop("linear", ()))
+    assert bool(linear) == bool(fused)
+    assert linear <= {m.name for m in modules if "Linear" in m.classes}
+    assert not replaced
     placed = {a.module for a in placement.assignments}
     assert placed >= {m.name for m in modules if m.own_params}
     experts = [m.name for m in modules if m.experts is not None]
@@ -50,6 +60,7 @@ def assert_sound(placement: Placement, modules: tuple[ModuleInfo, ...], gpu: boo
         placement.device_of(m.name)
         for m in modules
         if m.own_params and m.experts is None and "ngram" not in m.name
+        and not (fused and m.name.endswith("embed_tokens"))
         and not m.name.startswith(tuple(f"{name}." for name in experts))
     }  # fmt: skip
     assert dense == {"cuda:0" if gpu else "cpu"}
@@ -75,8 +86,14 @@ def test_every_known_shape_has_a_default_file(name: str, gpu: bool) -> None:
 
 def test_a_cpu_only_machine_can_use_a_gpu_file_with_an_override() -> None:
     _, modules = shape_tree("qwen3-30b-a3b")
-    placement = match(load_rules("qwen-gpu", {"gpu": "cpu"}), modules, devices=("cpu",))
+    placement = match(load_rules("default-gpu", {"gpu": "cpu"}), modules, devices=("cpu",))
     assert {a.device for a in placement.assignments} == {"cpu"}
+
+
+def test_fused_layers_say_what_a_cpu_can_do() -> None:
+    _, modules = shape_tree("qwen3-30b-a3b")
+    with pytest.raises(InputError, match="op 'fused' runs on a GPU: .* 'op: keep' for the CPU"):
+        match(load_rules("qwen-gpu", {"gpu": "cpu"}), modules, devices=("cpu",))
 
 
 def test_no_two_families_claim_a_type() -> None:

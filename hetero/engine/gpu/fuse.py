@@ -13,6 +13,7 @@ from hetero.core import InputError
 from hetero.cpu import CpuExperts
 from hetero.decode.decoder import Decoder
 from hetero.decode.experts import DirectExperts
+from hetero.decode.inputs import PAGE
 from hetero.engine.gpu import share
 from hetero.engine.gpu.loading import GpuOptions
 from hetero.engine.gpu.port import LanePort
@@ -61,12 +62,14 @@ class Fusing:
         if options.context is not None and limit is not None and options.context > limit:
             raise InputError(f"--ctx {options.context}: the context of this model holds {limit} tokens")
         context = options.context or default_context(self.text, options.slots, limit, vram)
+        pages = self._pages(context)
         decoder = Decoder(
             self.model,
             [DirectExperts(one) for one in self.experts],
             slots=options.slots,
             context=context,
             device=self.device,
+            pages=pages,
         )
         handoff = self._handoff(decoder.moe_numbers) if vram is not None else None
         shared, hybrid = self._hybrid(vram, handoff)
@@ -84,6 +87,7 @@ class Fusing:
             shared=shared,
             wait=options.wait,
             chunk=options.chunk,
+            pages=pages,
             closing=[one.arena.close for one in hybrid if one.arena is not None],
         )
         if handoff is not None:
@@ -94,6 +98,12 @@ class Fusing:
             vram.require(0, "captured graphs")
             self.say(f"sequences hold up to {context} tokens; {gib(vram.used)} of GPU memory are in use")
         return runner
+
+    def _pages(self, context: int) -> int | None:
+        if self.options.kv_tokens is None:
+            return None
+        most = self.options.slots * -(-context // PAGE)
+        return min(most, max(1, self.options.kv_tokens // PAGE))
 
     def _handoff(self, numbers: Sequence[int]) -> Handoff:
         options = self.options

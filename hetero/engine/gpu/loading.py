@@ -31,12 +31,14 @@ CHUNK = 2048
 class GpuOptions:
     """What a run says of fused layers. ``vram``: most bytes of GPU memory, everything included; None: what is
     free. ``slots``: sequences at once. ``context``: tokens of one, at most; None: what there is room for.
+    ``kv_tokens``: of keys and values that all sequences together hold; None: as many as they may need.
     ``handoff``: its backend. ``rows``: sizes of graphs; None: as many as ``slots`` need. ``wait``: how the
     host waits for a step. ``eager``: no graphs. ``chunk``: tokens of a prompt that are read at once."""
 
     vram: int | None = None
     slots: int = 1
     context: int | None = None
+    kv_tokens: int | None = None
     handoff: str = "auto"
     rows: tuple[int, ...] | None = None
     wait: str = "block"
@@ -44,12 +46,16 @@ class GpuOptions:
     chunk: int = CHUNK
 
 
-def gpu_options(vram: int | None, *, slots: int, context: int | None, handoff: str) -> GpuOptions:
+def gpu_options(
+    vram: int | None, *, slots: int, context: int | None, kv_tokens: int | None, handoff: str
+) -> GpuOptions:
     """As the command line has them. Raises InputError for a hand-off that does not exist."""
     if handoff not in HANDOFFS:
         raise InputError(f"--handoff {handoff}: must be one of {', '.join(HANDOFFS)}")
     chunk = settings().prefill_chunk if "HETERO_PREFILL_CHUNK" in os.environ else CHUNK
-    return GpuOptions(vram=vram, slots=slots, context=context, handoff=handoff, chunk=chunk)
+    return GpuOptions(
+        vram=vram, slots=slots, context=context, kv_tokens=kv_tokens, handoff=handoff, chunk=chunk
+    )
 
 
 class Graphs:

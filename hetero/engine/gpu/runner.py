@@ -56,7 +56,7 @@ class GpuRunner:
     ``slots``: sequences at once. ``context``: most tokens of one. ``rows``: sizes of graphs. ``eager``: no
     graphs, which on the CPU is so in any case. ``shared``: what the experts have in common. ``wait``: how the
     host waits, one of ``graphs.WAITS``. ``chunk``: tokens of a prompt that are read at once. ``closing``: is
-    called at the end.
+    called at the end. ``pages``: of keys and values, as the decoder was made with; None: all that slots need.
 
     One thread at a time. Call ``capture`` before the first step, once weights and options will not change any
     more.
@@ -76,6 +76,7 @@ class GpuRunner:
         wait: str = "block",
         chunk: int | None = None,
         closing: Sequence[Callable[[], None]] = (),
+        pages: int | None = None,
     ) -> None:
         self.decoder, self.experts, self.handoff = decoder, list(experts), handoff
         self.slots, self.context, self.rows = slots, context, tuple(sorted(rows))
@@ -84,7 +85,7 @@ class GpuRunner:
         on_gpu = self.device.type == "cuda"
         self.eager = eager or not on_gpu
         self.why_eager = "" if not self.eager else "asked for" if on_gpu else "there is no GPU"
-        self.pages = Pages(slots, context, self.device)
+        self.pages = Pages(slots, context, self.device, pages)
         self._staging = {n: Staging(one, n, self.pages.table) for n, one in inputs.items()}
         self._results = {n: Results(n, self.device) for n in self.rows}
         self._graphs: dict[int, StepGraph] = {}

@@ -69,9 +69,14 @@ class Results:
     def take(self, logits: Tensor) -> None:
         """Into the current stream: the largest of logits [R, V], and its copy to the host."""
         ids, best = self._out
-        torch.max(logits, dim=1, out=(best, ids))
-        if self._device is not self._host:
-            self._host.copy_(self._device, non_blocking=True)
+        if self._device is self._host:
+            torch.max(logits, dim=1, out=(best, ids))
+            return
+        from hetero.ops.gpu.route import argmax
+
+        argmax(logits, ids)
+        torch.gather(logits, 1, ids.unsqueeze(1), out=best.unsqueeze(1))
+        self._host.copy_(self._device, non_blocking=True)
 
     def read(self, rows: int) -> tuple[list[int], list[float]]:
         """Once the stream is through."""
