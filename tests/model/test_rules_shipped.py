@@ -92,7 +92,7 @@ def test_a_cpu_only_machine_can_use_a_gpu_file_with_an_override() -> None:
 
 def test_fused_layers_say_what_a_cpu_can_do() -> None:
     _, modules = shape_tree("qwen3-30b-a3b")
-    with pytest.raises(InputError, match="op 'fused' runs on a GPU: .* 'op: keep' for the CPU"):
+    with pytest.raises(InputError, match=r"op 'fused' runs on a GPU: .* 'op: keep' for the CPU"):
         match(load_rules("qwen-gpu", {"gpu": "cpu"}), modules, devices=("cpu",))
 
 

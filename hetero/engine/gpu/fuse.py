@@ -72,6 +72,8 @@ class Fusing:
             pages=pages,
         )
         handoff = self._handoff(decoder.moe_numbers) if vram is not None else None
+        if vram is not None:
+            torch.cuda.empty_cache()  # what packing and the decoder's making have left
         shared, hybrid = self._hybrid(vram, handoff)
         decoder.experts[:] = hybrid
         if vram is not None:

@@ -57,8 +57,9 @@ class Vram:
 
     def hold(self) -> None:
         """Keep torch within the cap from now on: it gives back what it keeps, and then fails, before it
-        passes it. Raises MachineError where more is in use already."""
+        passes it; without a cap it may take all. Raises MachineError where more is in use already."""
         if self.cap is None:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
             return
         used = self.used
         if used > self.cap:

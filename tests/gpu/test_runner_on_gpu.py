@@ -1,0 +1,273 @@
+"""Fused models on a real device: captured graphs with the CPU's experts in them, through every setting."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from hetero.core import HeteroError, MachineError
+from hetero.engine.gpu.loading import GpuOptions
+from hetero.engine.gpu.runner import GpuRunner
+from hetero.engine.gpu.vram import Vram
+from hetero.engine.handoff import HandoffError
+from hetero.engine.handoff_backends import GPU_BACKENDS, make_backend
+from hetero.engine.load import Loaded, load_model
+from hetero.engine.request import Request
+from hetero.engine.sample import SamplingParams
+from hetero.engine.scheduler import Scheduler
+from tests.model.parity import load_reference, save_tiny
+from tests.model.tiny_moe import VOCAB
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"),
+]
+
+FAMILIES = ["qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen4_exp"]
+CONTEXT = 128
+POINT_WORK, THROW, STALL, DIE = 1, 0, 1, 2
+
+
+@contextmanager
+def fused(folder: Path, gpu: GpuOptions | None = None, **sets: str) -> Iterator[Loaded]:
+    """The model under the shipped rules, closed afterwards."""
+    options = gpu or GpuOptions(slots=4, context=CONTEXT)
+    sets = {"experts": "int8", "cache": "0", "share": "0", **sets}
+    loaded = load_model(folder, rules="qwen-gpu", overrides=sets, threads=2, gpu=options)
+    try:
+        yield loaded
+    finally:
+        assert loaded.runnable.runner is not None
+        loaded.runnable.runner.close()
+
+
+def runner_of(loaded: Loaded) -> GpuRunner:
+    assert loaded.runnable.runner is not None
+    return loaded.runnable.runner
+
+
+def told(runner: GpuRunner, tokens: list[int], prompt: int) -> torch.Tensor:
+    """Logits [n - prompt + 1, V] on the CPU: after the prompt, then after each of the other tokens."""
+    slot = runner.claim()
+    rows = [runner.prefill(slot, tokens[:prompt]).cpu()]
+    for token in tokens[prompt:]:
+        out = runner.step([(slot, token)]).logits
+        assert out is not None
+        rows.append(out[0].cpu())
+    runner.release(slot)
+    return torch.stack(rows)
+
+
+def errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Relative norm of each row."""
+    got, want = got.double(), want.double()
+    return (got - want).norm(dim=-1) / want.norm(dim=-1)
+
+
+def random_tokens(count: int, seed: int = 3) -> list[int]:
+    return torch.randint(4, VOCAB - 4, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_transformers(family: str, tmp_path: Path) -> None:
+    """Logits in bfloat16 beside transformers' in float32, over 64 tokens that these chose."""
+    model_class = save_tiny(family, tmp_path)
+    reference = load_reference(family, model_class, tmp_path)
+    tokens = random_tokens(12)
+    with torch.inference_mode():
+        for _ in range(64):
+            logits = reference(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+            tokens.append(int(logits[-1].argmax()))
+        want = reference(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, 11:].float()
+    with fused(tmp_path, experts="bf16") as loaded:
+        runner = runner_of(loaded)
+        assert not runner.eager, runner.why_eager
+        assert runner.launches[1] > 0
+        got = told(runner, tokens, 12)
+    # A router's close choice may fall otherwise in bfloat16, and such a row is another one.
+    assert float(errors(got, want).median()) < 0.05
+    assert float((got.argmax(-1) == want.argmax(-1)).float().mean()) > 0.8
+
+
+def test_every_hand_off_gives_the_same_bits(tmp_path: Path) -> None:
+    save_tiny("qwen3_next", tmp_path)
+    tokens, found = random_tokens(40), {}
+    for backend in GPU_BACKENDS:
+        try:
+            make_backend(backend, "cuda")
+        except HeteroError:
+            continue
+        options = GpuOptions(slots=1, context=CONTEXT, handoff=backend)
+        with fused(tmp_path, options) as loaded:
+            runner = runner_of(loaded)
+            assert runner.handoff is not None
+            assert runner.handoff.backend.name == backend
+            found[backend] = told(runner, tokens, 5)
+    assert found
+    first = next(iter(found.values()))
+    for backend, logits in found.items():
+        assert torch.equal(logits, first), backend
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen4_exp"])
+def test_wherever_experts_lie(family: str, tmp_path: Path) -> None:
+    """No, some and all experts in GPU memory; none, half and all others read over the bus; and eagerly."""
+    save_tiny(family, tmp_path)
+    tokens = random_tokens(60)
+    with fused(tmp_path) as loaded:
+        want = told(runner_of(loaded), tokens, 5)
+    for cache in ("0", "50%", "100%"):
+        for share in ("0", "0.5", "1"):
+            with fused(tmp_path, cache=cache, share=share) as loaded:
+                got = told(runner_of(loaded), tokens, 5)
+            found = errors(got, want)
+            assert float(found.median()) < 0.01, (cache, share)
+    with fused(tmp_path, GpuOptions(slots=1, context=CONTEXT, eager=True), cache="50%") as loaded:
+        assert runner_of(loaded).why_eager == "asked for"
+        assert float(errors(told(runner_of(loaded), tokens, 5), want).median()) < 0.01
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches(family: str, tmp_path: Path) -> None:
+    """Sequences in batches of every size, some rows idle, are what they are alone."""
+    save_tiny(family, tmp_path)
+    sequences = [random_tokens(20 + index, index) for index in range(16)]
+    with fused(tmp_path, GpuOptions(slots=16, context=CONTEXT), cache="50%") as loaded:
+        runner = runner_of(loaded)
+        assert set(runner.launches) == {1, 2, 4, 8, 16}
+        want = [told(runner, tokens, 4) for tokens in sequences]
+        for count in (2, 3, 8, 16):
+            slots = [runner.claim() for _ in range(count)]
+            for slot, tokens in zip(slots, sequences, strict=False):
+                runner.prefill(slot, tokens[:4])
+            rows: list[list[torch.Tensor]] = [[] for _ in slots]
+            for at in range(4, 20):
+                out = runner.step([(slot, sequences[i][at]) for i, slot in enumerate(slots)])
+                assert out.logits is not None
+                assert out.ids == out.logits.argmax(-1).tolist()
+                for i, row in enumerate(out.logits.cpu()):
+                    rows[i].append(row)
+            for i, slot in enumerate(slots):
+                assert float(errors(torch.stack(rows[i]), want[i][1:17]).median()) < 0.02, (count, i)
+                runner.release(slot)
+
+
+def test_a_thousand_steps_with_migrations(tmp_path: Path) -> None:
+    """Experts come and go between any two steps, by the cache's own moves and at random."""
+    save_tiny("qwen3_moe", tmp_path, max_position_embeddings=2048, num_experts=32)
+    tokens = random_tokens(1010)
+    options = GpuOptions(slots=1, context=1024)
+    with fused(tmp_path, options) as loaded:
+        want = told(runner_of(loaded), tokens, 10)
+    with fused(tmp_path, options, cache="50%", share="0.5") as loaded:
+        runner = runner_of(loaded)
+        slot, rows = runner.claim(), []
+        runner.prefill(slot, tokens[:10])
+        for at, token in enumerate(tokens[10:]):
+            if at % 10 == 0:
+                for one in runner.experts:
+                    hybrid: Any = one
+                    hybrid.seed(torch.rand(32).tolist())
+                torch.cuda.synchronize()
+            out = runner.step([(slot, token)]).logits
+            assert out is not None
+            rows.append(out[0].cpu())
+        moved = sum(hybrid.counts().moved for hybrid in map(_any, runner.experts))
+    found = errors(torch.stack(rows), want[1:])
+    assert moved > 0
+    assert float(found.median()) < 0.01
+    # Nothing accumulates.
+    assert float(found[-200:].median()) < 4 * float(found[:200].median()) + 1e-3
+
+
+def _any(value: object) -> Any:
+    return value
+
+
+@pytest.mark.parametrize("backend", ["memop", "spin"])
+@pytest.mark.parametrize("kind", [THROW, STALL, DIE])
+def test_a_worker_that_fails(backend: str, kind: int, tmp_path: Path) -> None:
+    """Its step has an error within two seconds, and the next request works."""
+    save_tiny("qwen3_moe", tmp_path)
+    options = GpuOptions(slots=2, context=CONTEXT, handoff=backend)
+    with fused(tmp_path, options) as loaded:
+        runner = runner_of(loaded)
+        tokens = random_tokens(20)
+        want = told(runner, tokens, 5)
+        engine = Scheduler(loaded.runnable, slots=2)
+        ends: list[Any] = []
+        engine.submit(Request(tuple(tokens[:5]), SamplingParams(), 50), ends.append)
+        for _ in range(4):
+            engine.step()
+        assert runner.handoff is not None
+        runner.handoff._channel.inject(POINT_WORK, kind, 0, 1, int(3e9))
+        began = time.monotonic()
+        engine.step()
+        assert time.monotonic() - began < 2.0
+        assert isinstance(ends[-1], HandoffError)
+        for _ in range(3):
+            assert torch.equal(told(runner, tokens, 5), want)
+        engine.close()
+
+
+def test_what_cannot_be_captured_runs_eagerly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_tiny("qwen3_moe", tmp_path)
+    tokens = random_tokens(12)
+    with fused(tmp_path) as loaded:
+        runner = runner_of(loaded)
+        want = told(runner, tokens, 4)
+        decoder: Any = runner.decoder
+
+        def synchronizing(layer: int, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+            return ids.cpu().to(ids.device), weights
+
+        decoder.routing = synchronizing
+        runner._graphs.clear()
+        with caplog.at_level(logging.WARNING, "hetero.engine"):
+            runner.capture()
+        (message,) = [text for text in caplog.messages if "cannot be captured" in text]
+        assert "runs eagerly" in message
+        assert runner.eager
+        assert runner.launches == {}
+        assert torch.equal(told(runner, tokens, 4), want)
+
+
+def test_requests_of_a_server(tmp_path: Path) -> None:
+    save_tiny("qwen3_next", tmp_path)
+    with fused(tmp_path, cache="50%") as loaded:
+        engine = Scheduler(loaded.runnable, slots=4)
+        ends: dict[int, Any] = {}
+        for index in range(9):
+            request = Request(tuple(random_tokens(3 + 2 * index, index)), SamplingParams(), 4 + index)
+            engine.submit(request, lambda event, index=index: ends.__setitem__(index, event))  # type: ignore[misc]
+        while engine.status().running + engine.status().waiting:
+            engine.step()
+        assert [len(ends[index].token_ids) for index in range(9)] == [4 + index for index in range(9)]
+        engine.close()
+
+
+def test_memory_under_a_cap(tmp_path: Path) -> None:
+    """As the driver tells it, from before the weights came."""
+    save_tiny("qwen3_moe", tmp_path)
+    cap = 3 << 30
+    with fused(tmp_path, GpuOptions(slots=1, context=CONTEXT, vram=cap), cache="auto") as loaded:
+        memory = Vram("cuda:0", cap)
+        told(runner_of(loaded), random_tokens(100), 50)
+        assert memory.used <= cap
+        assert any("8 of 8" in note or "of" in note for note in loaded.notes)
+    with (
+        pytest.raises(MachineError, match=r"--vram"),
+        fused(tmp_path, GpuOptions(slots=1, context=CONTEXT, vram=64 << 20)),
+    ):
+        pass
+    with pytest.raises(MachineError, match=r"--vram"), fused(tmp_path, GpuOptions(vram=1 << 50)):
+        pass
