@@ -84,9 +84,7 @@ class RoutedBlock:
         # Values cost no kernel; where the router is quantised and the shared expert not, one makes its rows.
         mine = x if fmt == self.format else x._replace(rows=plain_rows(fmt, x.x))
         outputs = self._router.few(mine, torch.float32)
-        ids, weights = self._routed(outputs[0])
-        # An idle row's numbers are garbage, for which no expert should be read.
-        ids = ids.masked_fill(inputs.slots.unsqueeze(1) < 0, -1)
+        ids, weights = self._routed(outputs[0], inputs.slots)
         experts = self._build.experts[self._index]
         lap(ROUTER)
         experts.submit(x.x, ids, weights)
@@ -113,8 +111,9 @@ class RoutedBlock:
         end = self.begin_parts(x)
         return lambda: end().value().to(x.dtype)
 
-    def _routed(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        ids, weights = route(logits, self._top_k, norm=self._norm)
+    def _routed(self, logits: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        # For an idle row no expert is to be read.
+        ids, weights = route(logits, self._top_k, norm=self._norm, slots=slots)
         hook = self._build.routing
         return (ids, weights) if hook is None else hook(self._index, ids, weights)
 

@@ -10,6 +10,7 @@ from hetero.decode import prefill_delta_kernels as kernels
 from hetero.ops.gpu.delta import DeltaState, DeltaWeights
 
 _CHUNK, _COLUMNS = 64, 32
+_CHUNK_OF_INTERPRETER = 16  # which takes long for each row of a chunk
 _ROWS, _WIDTH = 32, 64  # of the convolution: tokens and channels of a program
 
 
@@ -39,17 +40,18 @@ def delta_rule(
     value_heads], rows any distance apart; the slot's state goes on."""
     acted, a, b = projected
     s, count, device = state.shape, acted.shape[0], acted.device
-    chunks, heads = -(-count // _CHUNK), s.value_heads
     twin = device.type == "cpu"
+    size = _CHUNK_OF_INTERPRETER if twin else _CHUNK
+    chunks, heads = -(-count // size), s.value_heads
 
-    def made(*size: int) -> Tensor:
-        return torch.empty(*size, dtype=torch.float32, device=device)
+    def made(*sizes: int) -> Tensor:
+        return torch.empty(*sizes, dtype=torch.float32, device=device)
 
-    tokens = heads, chunks * _CHUNK
+    tokens = heads, chunks * size
     parts = (
         made(*tokens, s.value_dim),
         *(made(*tokens, s.key_dim) for _ in range(3)),
-        made(*tokens, _CHUNK),
+        made(*tokens, size),
         made(heads, chunks),
     )
     dims = {
@@ -57,7 +59,7 @@ def delta_rule(
         "VALUE_DIM": s.value_dim,
         "KEYS": max(16, triton.next_power_of_2(s.key_dim)),
     }
-    common = {"VALUE_HEADS": heads, "CHUNK": _CHUNK, "TWIN": twin, **dims}
+    common = {"VALUE_HEADS": heads, "CHUNK": size, "TWIN": twin, **dims}
     values = max(16, triton.next_power_of_2(s.value_dim))
     kernels.solve[(chunks, heads)](
         acted, a, b, weights.a_log, weights.dt_bias, *parts, count, a.stride(0), b.stride(0),

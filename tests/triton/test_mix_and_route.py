@@ -82,6 +82,16 @@ def test_routes(kind: str, generator: torch.Generator) -> None:
     assert torch.allclose(weights, wanted, rtol=1e-5)
 
 
+def test_routes_nothing_of_idle_rows(generator: torch.Generator) -> None:
+    logits = torch.randn(3, 9, generator=generator).to(DEVICE)
+    ids, weights = route(logits, 2, slots=torch.tensor([4, -1, 0], device=DEVICE))
+    wanted = route(logits, 2)
+    assert torch.equal(ids[[0, 2]], wanted[0][[0, 2]])
+    assert torch.equal(weights[[0, 2]], wanted[1][[0, 2]])
+    assert ids[1].tolist() == [-1, -1]
+    assert weights[1].tolist() == [0.0, 0.0]
+
+
 def test_of_equals_the_first_is_the_largest(generator: torch.Generator) -> None:
     values = torch.randint(-9, 9, (3, 5000), generator=generator).float().to(DEVICE)
     values[1] = -1e30

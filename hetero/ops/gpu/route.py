@@ -19,17 +19,20 @@ def route(
     bias: Tensor | None = None,
     norm: bool = True,
     scale: float = 1.0,
+    slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(ids int64, weights float32) [T, top_k], best first, of ``logits`` [T, experts] of any float dtype,
-    rows any distance apart; see ``route_kernels``."""
+    rows any distance apart; see ``route_kernels``. ``slots`` int64 [T]: the ids of a row whose slot is
+    negative are -1, its weights 0."""
     rows, experts = logits.shape
     ids = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
     width = triton.next_power_of_2(experts)
     route_kernels.top_k[(rows,)](
-        logits, logits if bias is None else bias, ids, weights, scale, logits.stride(0),
+        logits, logits if bias is None else bias, ids if slots is None else slots, ids, weights, scale,
+        logits.stride(0),
         EXPERTS=experts, WIDTH=width, TOP=top_k, PLACES=triton.next_power_of_2(top_k), SIGMOID=sigmoid,
-        HAS_BIAS=bias is not None, NORM=norm,
+        HAS_BIAS=bias is not None, HAS_SLOTS=slots is not None, NORM=norm,
         # Within one warp a choice needs no barrier.
         num_warps=1 if width <= 512 else 4,
     )  # fmt: skip

@@ -21,15 +21,16 @@ def _key(value):
 
 @triton.jit
 def top_k(
-    logits, bias, ids, weights, scale, stride,
+    logits, bias, slots, ids, weights, scale, stride,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr, PLACES: tl.constexpr,
-    SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+    SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOTS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """``ids`` int64 and ``weights`` float32 [T, TOP], best first, of equals the lower number, of ``logits``
     [T, EXPERTS], rows ``stride`` apart; program (row). WIDTH, PLACES: EXPERTS and TOP as powers of two.
 
     Scores are the softmax over all experts, or sigmoids. ``bias`` float32 [EXPERTS] is added for the choice
-    alone. NORM: weights are divided by their sum; then they are multiplied by ``scale``.
+    alone. NORM: weights are divided by their sum; then they are multiplied by ``scale``. ``slots`` int64 [T]:
+    where one is negative nobody is chosen.
     """
     row = tl.program_id(0)
     expert = tl.arange(0, WIDTH)
@@ -59,6 +60,10 @@ def top_k(
         key = tl.where(expert == at, NEVER, key)
     if NORM:
         weight = weight / tl.sum(weight, 0)
+    if HAS_SLOTS:
+        live = tl.load(slots + row) >= 0
+        chosen = tl.where(live, chosen, -1)
+        weight = tl.where(live, weight, 0.0)
     tl.store(ids + row * TOP + place, chosen.to(tl.int64), place < TOP)
     tl.store(weights + row * TOP + place, weight * scale, place < TOP)
 
