@@ -12,11 +12,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from hetero.cpu import CpuExperts
-from hetero.decode.experts import DirectExperts
 from hetero.decode.inputs import Chunk
 from hetero.decode.turns import parted, prefill
-from hetero.ops.gpu.offload import Offloaded, offload
+from hetero.ops.gpu.hybrid import DirectPort, HybridExperts
+from hetero.ops.gpu.hybrid_shared import HybridShared
 from hetero.ops.gpu.stamps import Stamps, start
 from hetero.trace import EXPERTS, MIXER, ROUTER, STAMPED, WAIT, recorder, whole_steps
 from tests.decode.tiny import DEVICE, decoder_of, step, tiny, tokens_of
@@ -68,24 +67,20 @@ def test_halves_of_a_chunk() -> None:
         assert [half.start for half in halves] == [7, 7 + wanted[0]][: len(halves)]
 
 
-class Away(DirectExperts):
-    """On the CPU beside the rest."""
-
-    def __init__(self, backend: Any) -> None:
-        super().__init__(backend)
-        self.submitted = 0
-
-    def prefill_submit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Offloaded:
-        self.submitted += 1
-        backend: Any = self._backend
-        return offload.submit(backend, x, ids, weights)
+def beside(backends: list[Any]) -> list[HybridExperts]:
+    """Experts that the CPU computes on a thread of its own."""
+    port, shared = DirectPort(backends, 4, DEVICE), HybridShared(DEVICE)
+    return [HybridExperts(one, layer, port, shared) for layer, one in enumerate(backends)]
 
 
 def test_turns_give_the_bits_of_two_chunks(generator: torch.Generator) -> None:
     changes: dict[str, Any] = {"num_hidden_layers": 2, "mlp_only_layers": []}
     model = tiny("qwen3_next", generator, layer_types=["linear_attention", "full_attention"], **changes)
     plain, turning = decoder_of(model), decoder_of(model)
-    turning.experts[:] = [Away(one._backend) for one in turning.experts]  # type: ignore[attr-defined]
+    whole = [list(one.experts) for one in (plain, turning)]  # of steps, in float32
+    for decoder, given in zip((plain, turning), whole, strict=True):
+        backends: list[Any] = given
+        decoder.experts[:] = beside([one._backend for one in backends])
     turning.turns = True
     tokens = tokens_of(70, generator)
     prefilled(plain, tokens[:64], 1)
@@ -103,6 +98,8 @@ def test_turns_give_the_bits_of_two_chunks(generator: torch.Generator) -> None:
         tape.tell(70)
         recorder.end_step(STAMPED)
     assert torch.equal(logits, wanted)
+    for decoder, given in zip((plain, turning), whole, strict=True):
+        decoder.experts[:] = given
     row = [(5, 1, 70)]
     assert torch.equal(step(turning, turning.inputs(1), row), step(plain, plain.inputs(1), row))
     # Two pieces of each layer, on the lanes of who computed them.
@@ -113,45 +110,29 @@ def test_turns_give_the_bits_of_two_chunks(generator: torch.Generator) -> None:
         assert sorted(part.layer for part in parts) == [0, 0, 1, 1]
 
 
-class Meeting:
-    """Experts whose first piece is at work until the second one's mixer is through."""
+def test_one_half_is_at_its_mixer_while_the_others_experts_work(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first half's experts wait until the second half has come through its mixer: were it one after the
+    other, for ever."""
+    decoder = decoder_of(tiny("qwen3_moe", generator, num_hidden_layers=1, mlp_only_layers=[]))
+    given: list[Any] = decoder.experts
+    (experts,) = decoder.experts[:] = beside([given[0]._backend])
+    submitted, second = [0], threading.Event()
+    start_one, forward = experts.prefill_submit, experts.experts.forward
 
-    def __init__(self, inner: CpuExperts, seen: threading.Event) -> None:
-        self.inner, self.seen = inner, seen
+    def submit(*args: Tensor) -> Any:
+        submitted[0] += 1
+        if submitted[0] == 2:
+            second.set()
+        return start_one(*args)
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        assert self.seen.wait(60), "nothing went on beside the experts"
-        return self.inner.forward(x, ids, weights)
+    def compute(*args: Tensor) -> Tensor:
+        assert second.wait(60), "nothing went on beside the experts"
+        return forward(*args)
 
-
-def test_one_half_is_at_its_mixer_while_the_others_experts_work(generator: torch.Generator) -> None:
-    """Were it one after the other, the first half's experts would wait for ever."""
-    model = tiny("qwen3_moe", generator, num_hidden_layers=1, mlp_only_layers=[])
-    decoder = decoder_of(model)
-    seen = threading.Event()
-    inner: Any = decoder.experts[0]
-
-    class Noting(Away):
-        def prefill_submit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Offloaded:
-            if self.submitted == 1:
-                seen.set()  # the second half has come through its mixer
-            return super().prefill_submit(x, ids, weights)
-
-    decoder.experts[0] = Noting(Meeting(inner._backend, seen))
+    monkeypatch.setattr(experts, "prefill_submit", submit)
+    monkeypatch.setattr(experts.experts, "forward", compute)
     decoder.turns = True
-    tokens = tokens_of(70, generator)
-    assert torch.isfinite(prefilled(decoder, tokens, 0)).all()
-    assert seen.is_set()
-
-
-def test_an_error_of_the_experts_is_the_callers(generator: torch.Generator) -> None:
-    class Broken:
-        spec: Any = None
-
-        def forward(self, *_: Tensor) -> Tensor:
-            raise RuntimeError("no such luck")
-
-    broken: Any = Broken()
-    pending = offload.submit(broken, torch.zeros(2, 4), torch.zeros(2, 1), torch.zeros(2, 1))
-    with pytest.raises(RuntimeError, match="no such luck"):
-        pending.collect()
+    assert torch.isfinite(prefilled(decoder, tokens_of(70, generator), 0)).all()
+    assert submitted == [2]

@@ -190,6 +190,7 @@ class GpuRunner:
         and steps run eagerly."""
         if self._stream is None:
             return
+        self._tracing.close()
         with self._on_stream():
             for size in reversed(self.rows):
                 self._staging[size].idle()
@@ -210,11 +211,15 @@ class GpuRunner:
     def _give_up(self, error: CaptureError) -> None:
         self._graphs.clear()
         self.eager, self.why_eager = True, str(error)
+        self._forget()
+        log.warning("the step cannot be captured as a graph and runs eagerly: %s", error)
+
+    def _forget(self) -> None:
+        """What a capture that failed has left half recorded."""
         if self.handoff is not None:
             self.handoff.forget(LANE)
         for one in self.experts:
             one.forget()
-        log.warning("the step cannot be captured as a graph and runs eagerly: %s", error)
 
     @property
     def launches(self) -> dict[int, int]:
@@ -258,7 +263,10 @@ class GpuRunner:
         if plain is None or tape is None:
             return plain, tape
         graph = self._tracing.graph(size, tape, partial(self._captured, size, tape))
-        return (plain, None) if graph is None else (graph, tape)
+        if graph is None:
+            self._forget()
+            return plain, None
+        return graph, tape
 
     def _captured(self, size: int, tape: Tape | None) -> StepGraph:
         return StepGraph(partial(self._record, size, tape), self._stream, self._pool)

@@ -28,7 +28,7 @@ from hetero.ops.gpu.cache import ExpertCache
 from hetero.ops.gpu.launch import ExpertLaunch, Sorted, sorted_places, tiling
 from hetero.ops.gpu.pinned import PinnedArena
 from hetero.ops.gpu.tiers import CPU_ALONE, Ints, Rates, Split, Strategy, split_chunk
-from hetero.trace import STREAM
+from hetero.trace import EXPERTS, HITS, STREAM, WAIT, Counted, clock, recorder
 
 PIECE = 96 << 20
 """Bytes of a staging buffer, about: whole experts, at least one."""
@@ -104,6 +104,7 @@ class Chunk:
         cpu_s = 0.0
         if self.job is not None:
             result, cpu_s = self.job.result()
+            stamps.lap(WAIT)
             self._prefiller.add_host(self._out, result)
         split = self._split
         stamps.chosen(self._since, split.strategy, self._tokens, split.seconds)
@@ -242,6 +243,7 @@ class Prefiller:
                 self._free[piece.buffer] = self._event()
         if first:
             out.zero_()
+        stamps.lap(HITS)
         if following is not None and len(split.pcie) > self._per_piece(layer):
             self._send_ahead(following, np.flatnonzero(next_slot_of < 0).tolist())
         return chunk
@@ -254,13 +256,18 @@ class Prefiller:
             rows, chosen, factors = (self._to_host(part) for part in (x, ids, weights))
             arrived = self._event()
         result = torch.empty(x.shape, dtype=torch.float32, pin_memory=self._cuda)
+        number = stamps.layer_now(layer.layer)
 
         def work() -> tuple[Tensor, float]:
             if arrived is not None:
                 arrived.synchronize()
-            began = time.perf_counter()
+            began = clock()
             layer.experts.forward(rows, chosen, factors, result)
-            return result, time.perf_counter() - began
+            ended = clock()
+            if recorder.active:
+                read = Counted(_distinct(chosen, layer.cache.experts), layer.experts.whole_bytes)
+                recorder.add(("cpu", EXPERTS, number, began, ended, len(chosen), read))
+            return result, (ended - began) / 1e9
 
         return self._pool.submit(work)
 
@@ -387,6 +394,12 @@ class Prefiller:
         hybrid_kernels.pull[(-(-len(host) // _WIDTH),)](host, out, len(host), WIDTH=_WIDTH)
         self._lent.append((self._event(), host))
         return out
+
+
+def _distinct(ids: Tensor, experts: int) -> int:
+    """How many experts the ids name; those that are no expert's are left out."""
+    real = ids[(ids >= 0) & (ids < experts)]
+    return int(torch.bincount(real).count_nonzero())
 
 
 def _thirds(numbers: Ints, size: int) -> tuple[Ints, Ints, Ints]:
