@@ -15,6 +15,7 @@ from hetero import terminal
 from hetero.config import MAX_THREADS, wait_passively
 from hetero.core import InputError
 from hetero.formats import parse_target
+from hetero.hw import memory
 from hetero.plan.sizes import parse_size
 from hetero.wholefile import write_whole
 
@@ -53,6 +54,9 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     ] = None,
     vram: Annotated[
         str | None, typer.Option(metavar="24GiB", help="Most GPU memory, everything included.")
+    ] = None,
+    ram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Main memory to count on, whatever the machine says.")
     ] = None,
     cache: Annotated[
         str,
@@ -127,6 +131,7 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
         seed=seed,
     )
     check_series(series)
+    memory.state(None if ram is None else memory.parse_bytes(ram))
     if threads is not None and not 1 <= threads <= MAX_THREADS:
         raise InputError(f"--threads {threads}: must be from 1 to {MAX_THREADS}")
     if cpu_gbps_cap is not None and not 0 < cpu_gbps_cap < 1e6:
@@ -200,14 +205,17 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     if save_routing is not None:
         _save_table(save_routing, series, inventory)
         return
-    result = measure(options, series, inventory, terminal.note)
-    result["predicted"] = [predicted(found.name, one, inventory, options, series) for one in others]
-    text = json.dumps(result, indent=1)
+    told = [predicted(found.name, one, inventory, options, series) for one in others]
+
+    def save(result: dict[str, Any]) -> None:
+        if json_to not in (None, "-"):
+            text = json.dumps(result | {"predicted": told}, indent=1)
+            write_whole(Path(str(json_to)), text + "\n", "--json")
+
+    result = measure(options, series, inventory, terminal.note, save) | {"predicted": told}
     if json_to == "-":
-        typer.echo(text)
+        typer.echo(json.dumps(result, indent=1))
         return
-    if json_to is not None:
-        write_whole(Path(json_to), text + "\n", "--json")
     from rich.console import Console
 
     from hetero.report.bench_text import show

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,21 +102,23 @@ class Bench:
         self._random = torch.Generator().manual_seed(self.series.seed)
         self._forced: ForcedRouting | None = None
 
-    def decode_all(self) -> list[dict[str, Any]]:
+    def decode_all(self) -> Iterator[dict[str, Any]]:
         """Every routing with every batch."""
-        found = []
         for routing in self.series.routings:
             self._route(routing)
             for rows in self.series.batches:
-                self.say(f"decode, {routing} routing, batch {rows}")
-                found.append(self.decode(routing, rows))
-        return found
+                one = self.decode(routing, rows)
+                self.say(f"decode, {routing} routing, batch {rows}: {one['tok_s']['median']:.1f} tok/s")
+                yield one
 
-    def prefill_all(self) -> list[dict[str, Any]]:
+    def prefill_all(self) -> Iterator[dict[str, Any]]:
         """Every length of a prompt; experts by the router."""
         if self._forced is not None and self.series.prefills:
             self._route("router")
-        return [self.prefill(tokens) for tokens in self.series.prefills]
+        for tokens in self.series.prefills:
+            one = self.prefill(tokens)
+            self.say(f"prefill of {tokens} tokens: {one['ttft_s']['median']:.3f} s")
+            yield one
 
     def table(self, routing: str) -> Table:
         """Ids for all layers of a routing by a table, for the rows of the largest batch."""
@@ -226,7 +228,6 @@ class Bench:
 
     def prefill(self, tokens: int) -> dict[str, Any]:
         """The time to the first token of a prompt; three runs after one that warms up."""
-        self.say(f"prefill of {tokens} tokens")
         times = []
         for number in range(min(3, self.series.runs) + 1):
             prompt = self._prompt(tokens)

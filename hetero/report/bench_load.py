@@ -6,7 +6,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,34 +124,55 @@ class Memory:
 
 
 def bench(
-    options: Options, series: Series, inventory: Inventory, say: Callable[[str], None]
+    options: Options,
+    series: Series,
+    inventory: Inventory,
+    say: Callable[[str], None],
+    save: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Load once, measure all of ``series``; JSON (docs/bench.md). Raises what loading raises."""
-    return _Benching(options, series, inventory, say).run()
+    """Load once, measure all of ``series``; JSON (docs/bench.md). ``save`` is given what there is after each
+    part, since a later one may fail. Raises what loading raises."""
+    return _Benching(options, series, inventory, say, save).run()
 
 
 class _Benching:
     def __init__(
-        self, options: Options, series: Series, inventory: Inventory, say: Callable[[str], None]
+        self,
+        options: Options,
+        series: Series,
+        inventory: Inventory,
+        say: Callable[[str], None],
+        save: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.options, self.series, self.inventory, self.say = options, series, inventory, say
+        self.options, self.series, self.inventory = options, series, inventory
+        self.say, self.save = say, save
+        self.memory: Memory | None = None
+        self.result: dict[str, Any] = {}
         self.rates = Rates()
         self.began = time.perf_counter()
         self.notes: list[str] = []
 
     def run(self) -> dict[str, Any]:
         options = self.options
-        if not options.gpu:
-            loaded = self._load()
-            return self._measure(ModulesRun(loaded.runnable.model), loaded)
-        memory = Memory(options.vram)
-        with memory.watched():
+        self.memory = Memory(options.vram) if options.gpu else None
+        with nullcontext() if self.memory is None else self.memory.watched():
             loaded = self._load()
             runner = loaded.runnable.runner
             run = ModulesRun(loaded.runnable.model) if runner is None else FusedRun(runner)
-            result = self._measure(run, loaded)
-        result["gpu_memory"] = memory.as_dict()
-        return result
+            self._measure(run, loaded)
+        self._keep(complete=True)
+        return self.result
+
+    def _keep(self, **more: Any) -> None:
+        """Add to the result, and let it be saved as it is."""
+        self.result |= {
+            "rates": {name: spread(rounds) for name, rounds in vars(self.rates).items() if rounds},
+            "cpu": cpu_facts(),
+            "notes": self.notes,
+            **({} if self.memory is None else {"gpu_memory": self.memory.as_dict()}),
+            **more,
+        }
+        self.save(self.result)
 
     # -- loading
 
@@ -206,7 +227,7 @@ class _Benching:
 
     # -- measuring
 
-    def _measure(self, run: ModulesRun | FusedRun, loaded: Loaded) -> dict[str, Any]:
+    def _measure(self, run: ModulesRun | FusedRun, loaded: Loaded) -> None:
         options, series = self.options, self.series
         experts = _experts(loaded.runnable.model)
         reads = CpuReads(experts) if experts else None
@@ -214,8 +235,7 @@ class _Benching:
         if reads is not None:
             self.say("reading memory" if gpu is None else "reading memory, PCIe and both")
             measure(reads, gpu, self.rates)
-        found: list[dict[str, Any]] = []
-        serial: list[dict[str, Any]] = []
+        self._keep(**self._identity(run, loaded))
         bench = Bench(
             run,
             series,
@@ -225,29 +245,42 @@ class _Benching:
             extra=_extra(run),
             say=self.say,
         )
-        if not options.gpu:
-            cpu.reset_kernel_counts()
+        cpu.reset_kernel_counts()
+        found: list[dict[str, Any]] = []
         for share in options.shares:
             if isinstance(run, FusedRun):
                 run.set_share(share)
-            found += [{**one, "share": share} for one in bench.decode_all()]
-        prefills = bench.prefill_all()
+            for one in bench.decode_all():
+                found.append({**one, "share": share})
+                self._keep(decode=found, tables=bench.tables)
+        if isinstance(run, FusedRun):
+            run.set_share(options.shares[0])
+        prefills: list[dict[str, Any]] = []
+        for prefill in bench.prefill_all():
+            prefills.append(prefill)
+            self._keep(prefill=prefills)
         if options.serial:
             assert isinstance(run, FusedRun)
             self.say("one after the other: CPU, then PCIe and GPU")
-            run.set_share(options.shares[0])
             run.serialise()
-            serial = bench.decode_all()
+            serial: list[dict[str, Any]] = []
+            for one in bench.decode_all():
+                serial.append(one)
+                self._keep(serial=serial)
         if reads is not None:
             measure(reads, gpu, self.rates, rounds=2)
-        dense: dict[str, float] = {}
         if isinstance(run, FusedRun) and not run.runner.eager:
             self.say("the dense half alone")
             position = series.prompt_tokens
-            dense = {str(rows): run.dense_ms(rows, position) for rows in run.runner.rows}
+            self._keep(dense_ms={str(rows): run.dense_ms(rows, position) for rows in run.runner.rows})
+
+    def _identity(self, run: ModulesRun | FusedRun, loaded: Loaded) -> dict[str, Any]:
+        """What was measured on what."""
+        options = self.options
         return {
             "kind": "hetero-bench",
             "version": VERSION,
+            "complete": False,
             "model": options.model.name,
             "model_type": loaded.model_type,
             "synthetic": loaded.synthetic,
@@ -259,14 +292,11 @@ class _Benching:
             "parameters": {"total": self.inventory.params, "active": self.inventory.active_params},
             "expert_bytes": {"one": run.expert_bytes, "all": loaded.expert_bytes},
             "slots_on_gpu": self._slots(run),
-            "rates": {name: spread(rounds) for name, rounds in vars(self.rates).items() if rounds},
-            "cpu": cpu_facts(),
-            "tables": bench.tables,
-            "decode": found,
-            "serial": serial,
-            "prefill": prefills,
-            "dense_ms": dense,
-            "notes": self.notes,
+            "tables": {},
+            "decode": [],
+            "serial": [],
+            "prefill": [],
+            "dense_ms": {},
         }
 
     def _bound(self, run: ModulesRun | FusedRun) -> Bound:

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from hetero import cli, cpu
-from hetero.core import InputError
+from hetero.core import InputError, MachineError
 from hetero.cpu import CpuExperts
 from hetero.engine.synthetic import load_synthetic
 from hetero.formats import parse_format
@@ -102,6 +102,23 @@ def test_a_shape_is_measured(shape: Path, tmp_path: Path) -> None:
     assert len(found["rates"]["cpu"]["rounds"]) == 5
     assert found["tables"]["local"]["rows"] == 2
     assert "gpu_memory" not in found
+    assert found["complete"]
+
+
+def test_what_was_measured_is_kept_where_a_later_part_fails(
+    shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Bench, tokens: int) -> dict[str, Any]:
+        raise MachineError("no memory for a prompt")
+
+    monkeypatch.setattr(Bench, "prefill", fail)
+    out = tmp_path / "out.json"
+    done = call(f"synthetic:{shape}", *SHORT, "--prefill", 5, "--json", out)
+    assert done.exit_code == 3
+    assert "no memory for a prompt" in done.stderr
+    found = json.loads(out.read_text())
+    assert not found["complete"]
+    assert len(found["decode"]) == 1
 
 
 def test_a_table_can_be_kept_and_replayed(shape: Path, tmp_path: Path) -> None:

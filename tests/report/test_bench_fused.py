@@ -82,12 +82,12 @@ def test_a_series_of_fused_steps() -> None:
     run = run_of(slots=8)
     series = Series(routings=("local",), prefills=(2,), context=4, tokens=2, runs=1)
     bench = Bench(run, series, 40)
-    (local,) = bench.decode_all()
+    (local,) = list(bench.decode_all())
     assert local["hit_rate"] is not None
     assert set(local["bytes_a_step"]) == {"gpu", "pcie", "cpu", "moved"}
     each = sum(local["bytes_a_step"][tier] for tier in ("gpu", "pcie", "cpu"))
     assert each == pytest.approx(2 * run.expert_bytes)
-    (prefill,) = bench.prefill_all()
+    (prefill,) = list(bench.prefill_all())
     assert prefill["tokens"] == 2
     assert run.runner.decoder.routing is None  # type: ignore[attr-defined]
 
