@@ -36,17 +36,13 @@ class IndexedAttentionMixer(AttentionMixer):
     def __init__(self, module: Any, build: Build) -> None:
         super().__init__(module, build, norm_offset=1.0)
         indexer = module.indexer
-        frequencies, rope_scale = build.rotary()
         self.index_shape = IndexerShape(
-            indexer.index_n_heads, indexer.index_head_dim, 2 * len(frequencies),
-            indexer.compress_ratio, indexer.block_topk,
-        )  # fmt: skip
+            indexer.index_n_heads, indexer.index_head_dim, indexer.compress_ratio, indexer.block_topk
+        )
         self.index_weights = IndexerWeights(
-            frequencies,
             build.tensor(indexer.q_layernorm.weight),
             build.tensor(indexer.k_layernorm.weight),
             indexer.q_layernorm.eps,
-            rope_scale,
         )
         pages = build.slots * build.most_pages, PAGE
         self.index_keys = IndexKeys(self.index_shape, build.slots, pages, build.dtype, build.device)
@@ -143,8 +139,8 @@ class IndexedAttentionMixer(AttentionMixer):
 
     def _turned(self, x: Tensor, norm: Tensor, positions: Tensor) -> Tensor:
         """Index queries or keys [n, (heads,) dim] normed and rotated, float32."""
-        weights, half = self.index_weights, self.index_shape.rotary // 2
-        x = rms_norm(x.float(), (x.shape[-1],), 1.0 + norm.float(), weights.eps)
+        weights, half = self.weights, self.shape.rotary // 2
+        x = rms_norm(x.float(), (x.shape[-1],), 1.0 + norm.float(), self.index_weights.eps)
         angles = positions.float()[:, None] * weights.inverse_frequencies
         cosine, sine = angles.cos() * weights.rope_scale, angles.sin() * weights.rope_scale
         if x.dim() == 3:

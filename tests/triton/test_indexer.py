@@ -25,7 +25,7 @@ from hetero.ops.gpu.indexer import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 PAGE = 4
-SHAPE = IndexerShape(heads=6, dim=16, rotary=4, ratio=3, top=2)
+SHAPE = IndexerShape(heads=6, dim=16, ratio=3, top=2)
 
 
 def layer() -> tuple[Any, Any]:
@@ -57,7 +57,7 @@ def test_steps_equal_the_whole_sequence(generator: torch.Generator) -> None:
     weights = AttentionWeights(frequencies, 1.0, module.q_norm.weight, module.k_norm.weight, 1e-6)
     cache = PagedKeys(shape, 9, PAGE, torch.float32, DEVICE)
     ix = module.indexer
-    index_weights = IndexerWeights(frequencies, ix.q_layernorm.weight, ix.k_layernorm.weight, 1e-6)
+    index_weights = IndexerWeights(ix.q_layernorm.weight, ix.k_layernorm.weight, 1e-6)
     keys = IndexKeys(SHAPE, 2, (9, PAGE), torch.float32, DEVICE)
     for held in (cache.keys, cache.values, keys.ring, keys.blocks):
         held.fill_(float("nan"))
@@ -89,7 +89,7 @@ def test_steps_equal_the_whole_sequence(generator: torch.Generator) -> None:
 @pytest.mark.parametrize("count", [7, 100, 5000])
 def test_the_best_blocks_are_chosen(count: int, generator: torch.Generator) -> None:
     """Against a stable sort: of equal scores the first; rows of different lengths; few blocks: no choice."""
-    shape = IndexerShape(1, 16, 4, ratio=2, top=6)
+    shape = IndexerShape(1, 16, ratio=2, top=6)
     scores = torch.rand(4, count, generator=generator)
     scores[1] = (scores[1] * 3).floor() / 7  # mostly equal
     scores[2] = scores[2].exp() * 1e-30  # of like magnitudes

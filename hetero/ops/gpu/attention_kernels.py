@@ -45,39 +45,6 @@ def _turn(position, inverse_frequencies, rope_scale, at, ROTARY: tl.constexpr):
 
 
 @triton.jit
-def append(
-    q, k, v, q_norm, k_norm, inverse_frequencies, pages, slots, positions, queries, keys, values, eps,
-    rope_scale, q_stride, k_stride, v_stride,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, MOST_PAGES: tl.constexpr,
-    HAS_NORM: tl.constexpr, NORM_OFFSET: tl.constexpr,
-):  # fmt: skip
-    """The beginning of ``attend`` alone, where something else reads the tokens; program (query head, or key
-    and value head after them; row). Written: ``queries`` float32 [T, Q_HEADS, DIM], contiguous, and the
-    token's place of ``keys`` and ``values``."""
-    head, row = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + row)
-    if slot >= 0:
-        position = tl.load(positions + row)
-        at = tl.arange(0, WIDTH)[None, :]
-        here = at < DIM
-        cosine, sine = _turn(position, inverse_frequencies, rope_scale, at, ROTARY)
-        if head < Q_HEADS:
-            source = q + row * q_stride + head * HEAD_STRIDE + at * 0
-            x = _turned(source, q_norm, cosine, sine, at, here, eps, DIM, ROTARY, HAS_NORM, NORM_OFFSET)
-            tl.store(queries + (row * Q_HEADS + head) * DIM + at, x, here)
-        else:
-            kv_head = head - Q_HEADS
-            source = k + row * k_stride + kv_head * DIM + at * 0
-            x = _turned(source, k_norm, cosine, sine, at, here, eps, DIM, ROTARY, HAS_NORM, NORM_OFFSET)
-            page = tl.load(pages + slot * MOST_PAGES + position // PAGE).to(tl.int64)
-            place = ((page * PAGE + position % PAGE) * KV_HEADS + kv_head) * DIM + at
-            tl.store(keys + place, x.to(keys.dtype.element_ty), here)
-            value = tl.load(v + row * v_stride + kv_head * DIM + at, here, 0.0)
-            tl.store(values + place, value.to(values.dtype.element_ty), here)
-
-
-@triton.jit
 def _product(a, b, EXACT: tl.constexpr, TWIN: tl.constexpr):
     if TWIN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")

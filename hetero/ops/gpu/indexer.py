@@ -9,23 +9,22 @@ import triton
 from torch import Tensor
 
 from hetero.formats import Format
-from hetero.ops.gpu import attention_kernels, indexer_kernels
+from hetero.ops.gpu import indexer_kernels
 from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys, head_width, joined_rows
 from hetero.ops.gpu.fused import Rows
 
 # Programs that share a row's tokens, and its blocks; the interpreter runs them one by one.
-_PARTS, _CHUNK = (16, 2), 32
+_PARTS, _CHUNK = (64, 2), 32
 _SCORE_PARTS, _SCORE_CHUNK = (64, 2), 32
 _SELECT_CHUNK = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class IndexerShape:
-    """Sizes of one layer's indexer."""
+    """Sizes of one layer's indexer; as many dimensions of its heads are rotated as of the attention's."""
 
     heads: int
     dim: int
-    rotary: int  # leading dimensions of a head that are rotated
     ratio: int  # tokens of a block
     top: int  # blocks that a token sees, besides those of the last, incomplete one
 
@@ -37,13 +36,11 @@ class IndexerShape:
 
 @dataclass(frozen=True, slots=True)
 class IndexerWeights:
-    """What a step needs besides the projection, on the device."""
+    """Norms of its queries and keys [dim], to which 1 is added, on the device."""
 
-    inverse_frequencies: Tensor  # float32 [rotary / 2]
-    q_norm: Tensor  # [dim], to which 1 is added
+    q_norm: Tensor
     k_norm: Tensor
     eps: float
-    rope_scale: float = 1.0
 
 
 class IndexKeys:
@@ -91,28 +88,13 @@ def select(shape: IndexerShape, scores: Tensor, slots: Tensor, positions: Tensor
     return chosen
 
 
-def index_step(
-    shape: IndexerShape,
-    weights: IndexerWeights,
-    keys: IndexKeys,
-    qk: Tensor,
-    where: tuple[Tensor, Tensor, Tensor],
+def choose(
+    shape: IndexerShape, keys: IndexKeys, queries: Tensor, where: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
-    """Note one token of every row, and choose its blocks: int32 [T, top], as ``select`` does.
-
-    ``qk`` [T, (heads + 1) * dim], rows contiguous: queries and the key; ``where`` as in ``attention_step``.
-    """
-    pages, slots, positions = where
-    s, rows, device = shape, qk.shape[0], qk.device
-    width = head_width(s.dim)
-    paged = {"PAGE": keys.page, "PER_PAGE": keys.per_page, "MOST_PAGES": pages.shape[1]}
-    sizes = {"HEADS": s.heads, "DIM": s.dim, "WIDTH": width, "RATIO": s.ratio}
-    queries = torch.empty(rows, s.heads, s.dim, dtype=keys.blocks.dtype, device=device)
-    indexer_kernels.add_token[(s.heads + 1, rows)](
-        qk, weights.q_norm, weights.k_norm, weights.inverse_frequencies, pages, slots, positions, queries,
-        keys.ring, keys.blocks, weights.eps, weights.rope_scale,
-        STRIDE=qk.stride(0), ROTARY=s.rotary, NORM_OFFSET=1.0, **sizes, **paged,
-    )  # fmt: skip
+    """The blocks of every row, int32 [T, top], as ``select`` gives them; ``queries`` [T, heads, dim], normed
+    and rotated, ``where`` as in ``attention_rows``."""
+    (pages, slots, positions), s = where, shape
+    rows, device = queries.shape[0], queries.device
     most = pages.shape[1] * keys.page // s.ratio
     if most <= s.top:  # no sequence will ever have a choice
         return torch.empty(rows, s.top, dtype=torch.int32, device=device)
@@ -120,8 +102,8 @@ def index_step(
     parts = _SCORE_PARTS[device.type == "cpu"]
     indexer_kernels.score[(parts, rows)](
         queries, keys.blocks, pages, slots, positions, scores, s.dim**-0.5,
-        TOP=s.top, MOST_BLOCKS=most, PARTS=parts, CHUNK=_SCORE_CHUNK,
-        **sizes, **paged,
+        HEADS=s.heads, DIM=s.dim, WIDTH=head_width(s.dim), RATIO=s.ratio, TOP=s.top, PAGE=keys.page,
+        PER_PAGE=keys.per_page, MOST_PAGES=pages.shape[1], MOST_BLOCKS=most, PARTS=parts, CHUNK=_SCORE_CHUNK,
     )  # fmt: skip
     return select(s, scores, slots, positions)
 
@@ -172,19 +154,23 @@ def indexed_attention_rows(
 ) -> Rows:
     """As ``attention_rows``, of layers with an indexer; ``projected`` has the indexer's queries and key [T,
     (heads + 1) * dim] at its end."""
-    (shape, weights, cache), (q, k, v, qk) = attention, projected
-    pages, slots, positions = where
-    chosen = index_step(*indexer, qk, where)
-    rows, stride = q.shape[0], shape.dim * (2 if shape.gated else 1)
-    queries = torch.empty(rows, shape.q_heads, shape.dim, dtype=torch.float32, device=q.device)
-    normed = shape.norm_offset is not None
+    (shape, weights, cache), (index, index_weights, keys) = attention, indexer
+    (q, k, v, qk), (pages, slots, positions) = projected, where
+    rows, device, normed = q.shape[0], q.device, shape.norm_offset is not None
+    head_stride = shape.dim * (2 if shape.gated else 1)
+    queries = torch.empty(rows, shape.q_heads, shape.dim, dtype=torch.float32, device=device)
+    asked = torch.empty(rows, index.heads, index.dim, dtype=keys.blocks.dtype, device=device)
     q_norm, k_norm = (weights.q_norm, weights.k_norm) if normed else (q, k)
-    attention_kernels.append[(shape.q_heads + shape.kv_heads, rows)](
-        q, k, v, q_norm, k_norm, weights.inverse_frequencies, pages, slots, positions, queries,
-        cache.keys, cache.values, weights.eps, weights.rope_scale, q.stride(0), k.stride(0), v.stride(0),
-        Q_HEADS=shape.q_heads, KV_HEADS=shape.kv_heads, DIM=shape.dim,
-        WIDTH=head_width(shape.dim), HEAD_STRIDE=stride, ROTARY=shape.rotary, PAGE=cache.page,
-        MOST_PAGES=pages.shape[1], HAS_NORM=normed, NORM_OFFSET=shape.norm_offset or 0.0,
+    indexer_kernels.begin[(shape.q_heads + shape.kv_heads + index.heads + 1, rows)](
+        q, k, v, qk, q_norm, k_norm, index_weights.q_norm, index_weights.k_norm,
+        weights.inverse_frequencies, pages, slots, positions, queries, cache.keys, cache.values, asked,
+        keys.ring, keys.blocks, weights.eps, index_weights.eps, weights.rope_scale, q.stride(0), k.stride(0),
+        v.stride(0), qk.stride(0),
+        Q_HEADS=shape.q_heads, KV_HEADS=shape.kv_heads, DIM=shape.dim, WIDTH=head_width(shape.dim),
+        HEAD_STRIDE=head_stride, HAS_NORM=normed, NORM_OFFSET=shape.norm_offset or 0.0,
+        INDEX_HEADS=index.heads, INDEX_DIM=index.dim, INDEX_WIDTH=head_width(index.dim), ROTARY=shape.rotary,
+        RATIO=index.ratio, PAGE=cache.page, PER_PAGE=keys.per_page, MOST_PAGES=pages.shape[1],
     )  # fmt: skip
-    gate = torch.unflatten(q, 1, (shape.q_heads, stride)) if shape.gated else None
-    return attend(fmt, shape, indexer[0], cache, (queries, chosen), where, dtype=q.dtype, gate=gate)
+    chosen = choose(index, keys, asked, where)
+    gate = torch.unflatten(q, 1, (shape.q_heads, head_stride)) if shape.gated else None
+    return attend(fmt, shape, index, cache, (queries, chosen), where, dtype=q.dtype, gate=gate)

@@ -1,11 +1,11 @@
 """A decode step of attention that reads chosen blocks of tokens alone: Triton kernels of the indexer of
 qwen4_exp and of attention over a list of blocks.
 
-RATIO tokens in a row share an index key, the mean of theirs. ``add_token`` makes the index queries and, at
-the end of a block, its key; ``score`` compares them, ``select`` keeps the best TOP blocks, ``attend`` reads
-their tokens and those behind the last complete block. While a sequence has no more than TOP complete blocks
-every token is visible: ``score`` and ``select`` return at once, and ``attend`` reads no list. Nothing depends
-on the host: lengths are read on the device.
+RATIO tokens in a row share an index key, the mean of theirs. ``begin`` stores the token's key and value,
+makes the index queries and, at the end of a block, its index key; ``score`` compares them, ``select`` keeps
+the best TOP blocks, ``attend`` reads their tokens and those behind the last complete block. While a sequence
+has no more than TOP complete blocks every token is visible: ``score`` and ``select`` return at once, and
+``attend`` reads no list. Nothing depends on the host: lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -13,71 +13,88 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NEVER = tl.constexpr(-1e30)  # a score that no softmax sees, and no infinity, whose difference is no number
+from hetero.ops.gpu.attention_kernels import NEVER, _turn, _turned
 
 
 @triton.jit
-def _normed(x, other, weight, at, partner, here, eps, DIM: tl.constexpr, NORM_OFFSET: tl.constexpr):
-    scale = tl.rsqrt(tl.sum(x * x) / DIM + eps)
-    x = x * scale * (NORM_OFFSET + tl.load(weight + at, here, 0.0).to(tl.float32))
-    return x, other * scale * (NORM_OFFSET + tl.load(weight + partner, here, 0.0).to(tl.float32))
-
-
-@triton.jit
-def add_token(
-    qk, q_norm, k_norm, inverse_frequencies, pages, slots, positions, queries, ring, blocks, eps, rope_scale,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, ROTARY: tl.constexpr,
-    NORM_OFFSET: tl.constexpr, RATIO: tl.constexpr, PAGE: tl.constexpr, PER_PAGE: tl.constexpr,
-    MOST_PAGES: tl.constexpr,
+def begin(
+    q, k, v, qk, q_norm, k_norm, index_q_norm, index_k_norm, inverse_frequencies, pages, slots, positions,
+    queries, keys, values, index_queries, ring, blocks, eps, index_eps, rope_scale, q_stride, k_stride,
+    v_stride, qk_stride,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, HAS_NORM: tl.constexpr, NORM_OFFSET: tl.constexpr, INDEX_HEADS: tl.constexpr,
+    INDEX_DIM: tl.constexpr, INDEX_WIDTH: tl.constexpr, ROTARY: tl.constexpr, RATIO: tl.constexpr,
+    PAGE: tl.constexpr, PER_PAGE: tl.constexpr, MOST_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (index head, or the key after them; row).
+    """Program (query head, key and value head, index head, or the index key, in this order; row).
 
-    ``qk`` [T, STRIDE], of which the first (HEADS + 1) * DIM are queries and the key; norm weights [DIM], to
-    which NORM_OFFSET is added; ``inverse_frequencies`` float32 [ROTARY / 2]; ``pages`` int32 [slots,
-    MOST_PAGES] of PAGE tokens; ``slots`` and ``positions`` int64 [T], slots negative: no sequence. Written:
-    ``queries`` [T, HEADS, DIM]; of ``ring`` [slots, RATIO, DIM] the token's key as it is; at the end of a
-    block its key into ``blocks`` [pages, PER_PAGE, DIM], in the page of its first token.
+    The first ones are as those of ``attention_kernels.attend``, and so are their arguments; written:
+    ``queries`` float32 [T, Q_HEADS, DIM], and the token's place of ``keys`` and ``values``. ``qk`` [T,
+    (INDEX_HEADS + 1) * INDEX_DIM]: index queries, and the key; their norms have weights around zero. Written:
+    ``index_queries`` [T, INDEX_HEADS, INDEX_DIM]; of ``ring`` [slots, RATIO, INDEX_DIM] the token's key as it
+    is; at the end of a block its key into ``blocks`` [pages, PER_PAGE, INDEX_DIM], in the page of its first
+    token.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot >= 0:
         position = tl.load(positions + row)
-        at = tl.arange(0, WIDTH)
-        here = at < DIM
-        half: tl.constexpr = ROTARY // 2
-        partner = tl.where(at < half, at + half, tl.where(at < ROTARY, at - half, at))
-        source = qk + row * STRIDE + head * DIM
-        x = tl.load(source + at, here, 0.0).to(tl.float32)
-        other = tl.load(source + partner, here, 0.0).to(tl.float32)
-        rate = tl.load(inverse_frequencies + at % half, at < ROTARY, 0.0)
-        sign = tl.where(at < half, -rope_scale, rope_scale)
-        if head < HEADS:
-            x, other = _normed(x, other, q_norm, at, partner, here, eps, DIM, NORM_OFFSET)
-            angle = position.to(tl.float32) * rate
-            turned = x * (tl.cos(angle) * rope_scale) + other * tl.sin(angle) * sign
-            x = tl.where(at < ROTARY, turned, x)
-            place = (row * HEADS + head) * DIM + at
-            tl.store(queries + place, x.to(queries.dtype.element_ty), here)
+        if head < Q_HEADS + KV_HEADS:
+            at = tl.arange(0, WIDTH)[None, :]
+            here = at < DIM
+            cosine, sine = _turn(position, inverse_frequencies, rope_scale, at, ROTARY)
+            if head < Q_HEADS:
+                source = q + row * q_stride + head * HEAD_STRIDE + at * 0
+                x = _turned(source, q_norm, cosine, sine, at, here, eps, DIM, ROTARY, HAS_NORM, NORM_OFFSET)
+                tl.store(queries + (row * Q_HEADS + head) * DIM + at, x, here)
+            else:
+                kv_head = head - Q_HEADS
+                source = k + row * k_stride + kv_head * DIM + at * 0
+                x = _turned(source, k_norm, cosine, sine, at, here, eps, DIM, ROTARY, HAS_NORM, NORM_OFFSET)
+                page = tl.load(pages + slot * MOST_PAGES + position // PAGE).to(tl.int64)
+                place = ((page * PAGE + position % PAGE) * KV_HEADS + kv_head) * DIM + at
+                tl.store(keys + place, x.to(keys.dtype.element_ty), here)
+                value = tl.load(v + row * v_stride + kv_head * DIM + at, here, 0.0)
+                tl.store(values + place, value.to(values.dtype.element_ty), here)
         else:
-            mine = ring + slot * (RATIO * DIM)
-            tl.store(mine + (position % RATIO) * DIM + at, x.to(ring.dtype.element_ty), here)
-            if (position + 1) % RATIO == 0:
-                # This token's key is the last of the block; it is not read back.
-                total, total_other = tl.zeros_like(x), tl.zeros_like(x)
-                for member in tl.static_range(RATIO - 1):
-                    total += tl.load(mine + member * DIM + at, here, 0.0).to(tl.float32)
-                    total_other += tl.load(mine + member * DIM + partner, here, 0.0).to(tl.float32)
+            index = head - Q_HEADS - KV_HEADS
+            lane = tl.arange(0, INDEX_WIDTH)[None, :]
+            wide = lane < INDEX_DIM
+            start = qk + row * qk_stride + index * INDEX_DIM + lane * 0
+            if index < INDEX_HEADS:
+                cosines, sines = _turn(position, inverse_frequencies, rope_scale, lane, ROTARY)
+                asked = _turned(
+                    start, index_q_norm, cosines, sines, lane, wide, index_eps, INDEX_DIM, ROTARY, True,
+                    1.0,
+                )  # fmt: skip
+                target = (row * INDEX_HEADS + index) * INDEX_DIM + lane
+                tl.store(index_queries + target, asked.to(index_queries.dtype.element_ty), wide)
+            else:
+                half: tl.constexpr = ROTARY // 2
+                partner = tl.where(lane < ROTARY, lane - half, lane)
+                partner = tl.where(lane < half, lane + half, partner)
                 kept = ring.dtype.element_ty
-                x = ((total + x.to(kept).to(tl.float32)) / RATIO).to(kept).to(tl.float32)
-                other = ((total_other + other.to(kept).to(tl.float32)) / RATIO).to(kept).to(tl.float32)
-                x, other = _normed(x, other, k_norm, at, partner, here, eps, DIM, NORM_OFFSET)
-                first = position + 1 - RATIO
-                angle = first.to(tl.float32) * rate
-                turned = x * (tl.cos(angle) * rope_scale) + other * tl.sin(angle) * sign
-                x = tl.where(at < ROTARY, turned, x)
-                page = tl.load(pages + slot * MOST_PAGES + first // PAGE).to(tl.int64)
-                place = (page * PER_PAGE + first % PAGE // RATIO) * DIM + at
-                tl.store(blocks + place, x.to(blocks.dtype.element_ty), here)
+                raw = tl.load(start + lane, wide, 0.0).to(kept)
+                mine = ring + slot * (RATIO * INDEX_DIM)
+                tl.store(mine + (position % RATIO) * INDEX_DIM + lane, raw, wide)
+                if (position + 1) % RATIO == 0:
+                    # This token's key is the last of the block; it is not read back.
+                    other = tl.load(start + partner, wide, 0.0).to(kept).to(tl.float32)
+                    total, total_other = tl.zeros_like(other), tl.zeros_like(other)
+                    for member in tl.static_range(RATIO - 1):
+                        total += tl.load(mine + member * INDEX_DIM + lane, wide, 0.0).to(tl.float32)
+                        total_other += tl.load(mine + member * INDEX_DIM + partner, wide, 0.0).to(tl.float32)
+                    mean = ((total + raw.to(tl.float32)) / RATIO).to(kept).to(tl.float32)
+                    other = ((total_other + other) / RATIO).to(kept).to(tl.float32)
+                    scale = tl.rsqrt(tl.sum(mean * mean) / INDEX_DIM + index_eps)
+                    mean = mean * scale * (1.0 + tl.load(index_k_norm + lane, wide, 0.0).to(tl.float32))
+                    other = other * scale * (1.0 + tl.load(index_k_norm + partner, wide, 0.0).to(tl.float32))
+                    first = position + 1 - RATIO
+                    turn, turn_sine = _turn(first, inverse_frequencies, rope_scale, lane, ROTARY)
+                    mean = tl.where(lane < ROTARY, mean * turn + other * turn_sine, mean)
+                    home = tl.load(pages + slot * MOST_PAGES + first // PAGE).to(tl.int64)
+                    spot = (home * PER_PAGE + first % PAGE // RATIO) * INDEX_DIM + lane
+                    tl.store(blocks + spot, mean.to(blocks.dtype.element_ty), wide)
 
 
 @triton.jit
@@ -195,32 +212,36 @@ def attend(
         per: tl.constexpr = Q_HEADS // KV_HEADS
         member = tl.arange(0, GROUP)
         head = kv_head * per + member
-        at = tl.arange(0, WIDTH)
-        wide = at < DIM
-        mine = (member < per)[:, None] & wide[None, :]
-        q = tl.load(queries + (row * Q_HEADS + head[:, None]) * DIM + at[None, :], mine, 0.0)
-        q = (q * scale).to(keys.dtype.element_ty)
-        top = tl.full((GROUP,), NEVER, tl.float32)
-        total = tl.zeros((GROUP,), tl.float32)
-        out = tl.zeros((GROUP, WIDTH), tl.float32)
-        for start in range(begin, last, CHUNK):
-            index = start + tl.arange(0, CHUNK)
-            here = index < last
-            block = tl.load(chosen + row * TOP + index // RATIO, here & (index < listed), 0)
-            token = tl.where(index < listed, block * RATIO + index % RATIO, index + passed)
-            page = tl.load(pages + slot * MOST_PAGES + token // PAGE, here, 0).to(tl.int64)
-            place = ((page * PAGE + token % PAGE) * KV_HEADS + kv_head) * DIM
-            known = here[:, None] & wide[None, :]
-            key = tl.load(keys + place[:, None] + at[None, :], known, 0.0)
-            found = tl.where(here[None, :], _product(q, tl.trans(key), TWIN), NEVER)
-            new_top = tl.maximum(top, tl.max(found, 1))
-            fade = tl.exp(top - new_top)
-            weight = tl.where(here[None, :], tl.exp(found - new_top[:, None]), 0.0)
-            value = tl.load(values + place[:, None] + at[None, :], known, 0.0)
-            out = out * fade[:, None] + _product(weight.to(values.dtype.element_ty), value, TWIN)
-            total = total * fade + tl.sum(weight, 1)
-            top = new_top
-        place = (row * Q_HEADS + head) * PARTS + part
-        tl.store(tops + place, top, member < per)
-        tl.store(weights + place, total, member < per)
-        tl.store(sums + place[:, None] * DIM + at[None, :], out, mine)
+        spot = (row * Q_HEADS + head) * PARTS + part
+        if begin < last:
+            at = tl.arange(0, WIDTH)
+            wide = at < DIM
+            mine = (member < per)[:, None] & wide[None, :]
+            q = tl.load(queries + (row * Q_HEADS + head[:, None]) * DIM + at[None, :], mine, 0.0)
+            q = (q * scale).to(keys.dtype.element_ty)
+            top = tl.full((GROUP,), NEVER, tl.float32)
+            total = tl.zeros((GROUP,), tl.float32)
+            out = tl.zeros((GROUP, WIDTH), tl.float32)
+            for start in range(begin, last, CHUNK):
+                index = start + tl.arange(0, CHUNK)
+                here = index < last
+                block = tl.load(chosen + row * TOP + index // RATIO, here & (index < listed), 0)
+                token = tl.where(index < listed, block * RATIO + index % RATIO, index + passed)
+                page = tl.load(pages + slot * MOST_PAGES + token // PAGE, here, 0).to(tl.int64)
+                place = ((page * PAGE + token % PAGE) * KV_HEADS + kv_head) * DIM
+                known = here[:, None] & wide[None, :]
+                key = tl.load(keys + place[:, None] + at[None, :], known, 0.0)
+                value = tl.load(values + place[:, None] + at[None, :], known, 0.0)
+                found = tl.where(here[None, :], _product(q, tl.trans(key), TWIN), NEVER)
+                new_top = tl.maximum(top, tl.max(found, 1))
+                fade = tl.exp(top - new_top)
+                weight = tl.where(here[None, :], tl.exp(found - new_top[:, None]), 0.0)
+                out = out * fade[:, None] + _product(weight.to(values.dtype.element_ty), value, TWIN)
+                total = total * fade + tl.sum(weight, 1)
+                top = new_top
+            tl.store(tops + spot, top, member < per)
+            tl.store(weights + spot, total, member < per)
+            tl.store(sums + spot[:, None] * DIM + at[None, :], out, mine)
+        else:
+            tl.store(tops + spot, tl.full((GROUP,), NEVER, tl.float32), member < per)
+            tl.store(weights + spot, tl.zeros((GROUP,), tl.float32), member < per)
