@@ -21,6 +21,7 @@ from hetero.wholefile import write_whole
 
 _DENSE_GPU = ("bfloat16", "int8", "int4")
 _DENSE_CPU = ("float32", "bfloat16", "float16")
+_TURNS = {"auto": None, "on": True, "off": False}
 
 
 def bench(  # noqa: PLR0915 (an option is a statement or two)
@@ -73,6 +74,21 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     handoff: Annotated[str, typer.Option(help="auto, memop, spin or hostfunc.")] = "auto",
     wait: Annotated[str, typer.Option(help="How the host waits for a step: block, spin or nap.")] = "block",
     chunk: Annotated[int | None, typer.Option(help="Tokens of a prompt that are read at once.")] = None,
+    defer: Annotated[
+        int,
+        typer.Option(help="Experts of a token that are added one layer later, with what it does to logits."),
+    ] = 0,
+    turns: Annotated[
+        str,
+        typer.Option(metavar="auto|on|off", help="Halves of a prompt's chunk take turns on CPU and GPU."),
+    ] = "auto",
+    prefill_by: Annotated[
+        str, typer.Option(metavar="auto|cpu|stream|split", help="Where experts of prompts are computed.")
+    ] = "auto",
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Steps and prompts once more, recorded for Perfetto."),
+    ] = None,
     serial: Annotated[
         bool, typer.Option("--serial", help="Once more with CPU, PCIe and GPU one after the other.")
     ] = False,
@@ -138,6 +154,14 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
         raise InputError(f"--cpu-gbps-cap {cpu_gbps_cap:g}: must be above 0")
     if chunk is not None and chunk < 1:
         raise InputError(f"--chunk {chunk}: must be at least 1")
+    if defer < 0:
+        raise InputError(f"--defer {defer}: must be 0 or more")
+    if turns not in _TURNS:
+        raise InputError(f"--turns {turns}: must be one of {', '.join(_TURNS)}")
+    if trace is not None:
+        from hetero.trace_file import check_writable
+
+        check_writable(Path(trace))
     if layers is not None and layers < 1:
         raise InputError(f"--layers {layers}: must be at least 1")
     try:
@@ -158,11 +182,14 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     from hetero.engine.gpu.graphs import WAITS
     from hetero.engine.gpu.loading import HANDOFFS
     from hetero.model import hf
+    from hetero.ops.gpu.tiers import STRATEGIES
     from hetero.report.bench_load import Options, check_options, predicted
     from hetero.report.bench_load import bench as measure
 
     if handoff not in HANDOFFS:
         raise InputError(f"--handoff {handoff}: must be one of {', '.join(HANDOFFS)}")
+    if prefill_by not in STRATEGIES:
+        raise InputError(f"--prefill-by {prefill_by}: must be one of {', '.join(STRATEGIES)}")
     if wait not in WAITS:
         raise InputError(f"--wait {wait}: must be one of {', '.join(WAITS)}")
     hf.quiet()
@@ -197,6 +224,10 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
         serial=serial,
         wait=wait,
         chunk=chunk,
+        defer=defer,
+        turns=_TURNS[turns],
+        prefill_by=prefill_by,
+        trace=None if trace is None else Path(trace),
         rules=rules,
         overrides=parse_set(set_ or []),
     )

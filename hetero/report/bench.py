@@ -105,7 +105,7 @@ class Bench:
     def decode_all(self) -> Iterator[dict[str, Any]]:
         """Every routing with every batch."""
         for routing in self.series.routings:
-            self._route(routing)
+            self.route(routing)
             for rows in self.series.batches:
                 one = self.decode(routing, rows)
                 self.say(f"decode, {routing} routing, batch {rows}: {one['tok_s']['median']:.1f} tok/s")
@@ -114,7 +114,7 @@ class Bench:
     def prefill_all(self) -> Iterator[dict[str, Any]]:
         """Every length of a prompt; experts by the router."""
         if self._forced is not None and self.series.prefills:
-            self._route("router")
+            self.route("router")
         for tokens in self.series.prefills:
             one = self.prefill(tokens)
             self.say(f"prefill of {tokens} tokens: {one['ttft_s']['median']:.3f} s")
@@ -141,7 +141,7 @@ class Bench:
             seed=self.series.seed,
         )
 
-    def _route(self, routing: str) -> None:
+    def route(self, routing: str) -> None:
         """Take experts so from now on; what was captured follows, or is captured anew."""
         if routing == "router":
             self._forced = None
@@ -162,7 +162,8 @@ class Bench:
         self.run.force(self._forced)
         self._forced.start(0)
 
-    def _prompt(self, tokens: int) -> list[int]:
+    def prompt(self, tokens: int) -> list[int]:
+        """Random token ids."""
         ids: list[int] = torch.randint(self.vocabulary, (tokens,), generator=self._random).tolist()
         return ids
 
@@ -177,7 +178,7 @@ class Bench:
             states, tokens = [], []
             began = time.perf_counter()
             for _ in range(rows):
-                state, token = run.prefill(self._prompt(series.prompt_tokens))
+                state, token = run.prefill(self.prompt(series.prompt_tokens))
                 states.append(state)
                 tokens.append(token)
             reading = time.perf_counter() - began
@@ -230,7 +231,7 @@ class Bench:
         """The time to the first token of a prompt; three runs after one that warms up."""
         times = []
         for number in range(min(3, self.series.runs) + 1):
-            prompt = self._prompt(tokens)
+            prompt = self.prompt(tokens)
             began = time.perf_counter()
             state, _ = self.run.prefill(prompt)
             took = time.perf_counter() - began

@@ -29,6 +29,7 @@ from hetero.report.bandwidth import CpuReads, GpuReads, Rates, measure, threads_
 from hetero.report.bench import VERSION, Bench, Series, cpu_facts, spread
 from hetero.report.bench_rules import GpuRules
 from hetero.report.bench_runs import FusedRun, ModulesRun
+from hetero.report.bench_trace import traced
 from hetero.report.bound import Bound, hardware_of
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 GPU = "cuda:0"
 ROWS = (1, 2, 4, 8, 16)
 _POLL_S = 0.1
+_FORCED = 32  # tokens of a prompt, and behind it, by which two logits are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,10 @@ class Options:
     serial: bool = False
     wait: str = "block"
     chunk: int | None = None
+    defer: int = 0  # of a token's experts, added one layer later
+    turns: bool | None = None  # whether halves of a prompt's chunk take turns; None: as the experts say
+    prefill_by: str = "auto"  # of tiers.STRATEGIES
+    trace: Path | None = None  # steps and prompts once more, recorded
     rules: str | None = None
     overrides: Mapping[str, str] | None = None
 
@@ -255,10 +261,19 @@ class _Benching:
                 self._keep(decode=found, tables=bench.tables)
         if isinstance(run, FusedRun):
             run.set_share(options.shares[0])
+        if isinstance(run, FusedRun):
+            run.read_prompts(options.turns, options.prefill_by)
         prefills: list[dict[str, Any]] = []
         for prefill in bench.prefill_all():
             prefills.append(prefill)
             self._keep(prefill=prefills)
+        if options.trace is not None:
+            self.say(f"once more, recorded to {options.trace}")
+            self._keep(traced=traced(bench, options.trace))
+        if options.defer and isinstance(run, FusedRun):
+            self.say("with deferred experts and without: logits")
+            prompt, tokens = bench.prompt(_FORCED), bench.prompt(_FORCED)
+            self._keep(deferral=run.deferral(options.defer, prompt, tokens))
         if options.serial:
             assert isinstance(run, FusedRun)
             self.say("one after the other: CPU, then PCIe and GPU")
@@ -327,6 +342,9 @@ class _Benching:
             "handoff": options.handoff,
             "threads": options.threads,
             "cpu_gb_s": options.cpu_gb_s,
+            "defer": options.defer,
+            "turns": options.turns,
+            "prefill_by": options.prefill_by,
             "context": series.context,
             "prompt": series.prompt_tokens,
             "tokens": series.tokens,
@@ -370,6 +388,7 @@ def _rules_of(options: Options) -> Iterator[str | None]:
         cache=options.cache,
         share="auto" if None in options.shares else f"{shares[0]:g}",
         fused=options.fused,
+        defer=options.defer,
         tied=bool(options.config.get("tie_word_embeddings")),
     )
     with tempfile.TemporaryDirectory(prefix="hetero-bench-") as folder:
@@ -424,6 +443,11 @@ def _hardware(gpu: bool) -> dict[str, Any]:
 
 def check_options(options: Options) -> None:
     """Raises InputError for options that do not go together."""
+    ours = options.defer or options.turns is not None or options.prefill_by != "auto"
+    if ours and not (options.gpu and options.fused):
+        raise InputError("--defer, --turns and --prefill-by: are of fused layers on a GPU")
+    if options.defer and options.rules is not None:
+        raise InputError("--defer: with --rules the rule file says it (experts: {defer: N})")
     if options.serial and not (options.gpu and options.fused):
         raise InputError("--serial: compares CPU, PCIe and GPU, and needs a GPU with fused layers")
     if not options.gpu and (options.vram or options.cache != "auto" or options.shares != (None,)):

@@ -52,19 +52,22 @@ DENSE = {"bfloat16": None, "int8": "int8", "int4": "int4"}
 @dataclass(frozen=True, slots=True)
 class GpuRules:
     """``experts``: their format. ``dense``: of DENSE. ``cache`` and ``share`` as in a rule. ``fused``: layers
-    as one graph, else transformers' modules. ``tied``: the embedding is the head too, and on the GPU."""
+    as one graph, else transformers' modules. ``defer``: as in a rule. ``tied``: the embedding
+    is the head too, and on the GPU."""
 
     experts: str
     dense: str = "int8"
     cache: str = "auto"
     share: str = "auto"
     fused: bool = True
+    defer: int = 0
     tied: bool = False
 
     def text(self) -> str:
         """As a YAML file."""
         fmt = DENSE[self.dense]
         tiers = f', cache: "{self.cache}", share: {self.share}' if self.fused else ""
+        tiers += f", defer: {self.defer}" if self.defer else ""
         kwargs = f"      kwargs: {{format: {fmt}}}\n" if fmt else ""
         what = f"experts {self.experts}, dense layers {self.dense}"
         parts = [_HEAD.format(what=what, experts=self.experts, tiers=tiers, kwargs=kwargs)]

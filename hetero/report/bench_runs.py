@@ -246,6 +246,31 @@ class FusedRun:
             one.port = SerialPort(one.port)
         self.force(self._table)
 
+    def read_prompts(self, turns: bool | None, strategy: str) -> None:
+        """How prompts are read from now on: whether halves of a chunk take turns, None: as the experts say;
+        and where their experts are computed, of ``tiers.STRATEGIES``."""
+        decoder: Any = self.runner.decoder
+        decoder.turns = turns
+        self._hybrid[0].shared.prefiller.strategy = strategy
+
+    def deferral(self, count: int, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
+        """What ``count`` deferred experts do to logits, by the router's own choices. Captures steps anew."""
+        from hetero.engine.effect import deferral_effect
+
+        table = self._table
+        self.force(None)
+        shared = self._hybrid[0].shared
+        found = deferral_effect(
+            self.runner,
+            lambda value: setattr(shared, "defer", value),
+            count,
+            prompt=prompt,
+            tokens=tokens,
+        )
+        if table is not None:
+            self.force(table)
+        return found.as_dict() | {"line": found.line()}
+
     def dense_ms(self, rows: int, position: int) -> float:
         """Milliseconds on the GPU of a step whose experts are nothing, as a graph of its own."""
         from hetero.engine.gpu.graphs import StepGraph

@@ -35,6 +35,13 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     if result["prefill"]:
         say()
         console.print(_prefill(result["prefill"]))
+    for one in result.get("traced", ()):
+        is_prompt = one["kind"] == "prefill"
+        what = f"{one['tokens']} tokens" if is_prompt else f"{one['routing']}, {one['rows']} rows"
+        for line in one["lines"]:
+            say(f"recorded {one['kind']}, {what}: {line}")
+    if result.get("deferral"):
+        say(f"{options['defer']} deferred experts {result['deferral']['line']}")
     for rows, ms in result["dense_ms"].items():
         say(f"dense half alone, {rows} rows: {ms:.2f} ms")
     for name, table in result["tables"].items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from hetero.ops.gpu.hybrid_shared import HybridShared
 from hetero.ops.gpu.pinned import PinnedArena
 from hetero.report.bench import Bench, Series
 from hetero.report.bench_runs import FusedRun, NoExperts, SerialPort
+from hetero.report.bench_trace import traced
 from hetero.report.forced import ForcedRouting
 from hetero.report.routing import make_table
 
@@ -146,3 +149,36 @@ def test_experts_that_are_nothing() -> None:
     none = NoExperts(4, 8, torch.device("cpu"))
     none.submit(torch.ones(2, 8), torch.zeros(2, 1), torch.ones(2, 1))
     assert not none.collect().any()
+
+
+def test_a_series_is_recorded_once_more(tmp_path: Path) -> None:
+    """A step, and a prompt whose experts the CPU computes."""
+    run = run_of()
+    run.read_prompts(True, "cpu")
+    path = tmp_path / "out.json"
+    series = Series(routings=("local",), prefills=(17,), context=4, tokens=2, runs=1)
+    decode, prompt = traced(Bench(run, series, 40), path)
+    assert (decode["kind"], decode["routing"], decode["rows"]) == ("decode", "local", 1)
+    told = decode["overlap"]
+    assert (told["steps"], told["tokens"]) == (1, 1)
+    assert told["hits"] + told["in_place"] > 0
+    assert told["gpu_bytes"] + told["in_place_bytes"] > 0
+    assert (prompt["kind"], prompt["tokens"], prompt["overlap"]["steps"]) == ("prefill", 17, 1)
+    assert prompt["strategies"]["cpu"]["chunks"] == 1
+    assert any("prefill by 'cpu'" in line for line in prompt["lines"])
+    body = json.loads(path.read_text())
+    names = {event["name"] for event in body["traceEvents"]}
+    assert {"mixer", "router", "submit", "GPU experts", "wait for the CPU", "head", "prefill"} <= names
+    assert body["otherData"]["events_overwritten"] == 0
+
+
+def test_what_deferral_does_is_told() -> None:
+    run = run_of(slots=0, layers=2)
+    shared: Any = run.runner.experts[0].shared  # type: ignore[attr-defined]
+    port: Any = run.runner.experts[0].port  # type: ignore[attr-defined]
+    port._defer = True
+    found = run.deferral(2, [1, 2, 3], [4, 5])
+    assert shared.defer == 2
+    assert found["tokens"] == 2
+    assert found["relative"] > 0
+    assert "KL" in found["line"]
