@@ -114,7 +114,8 @@ class GpuExperts:
         places = torch.where(keys < experts, places, -1)
         self._launch.many(
             self._memory, x.bfloat16(), weights, Sorted(order, places, tiles, self.addresses(of_tile)),
-            (0, pairs), out=out, room=self._launch.rooms(pairs), shape=shape, first=True,
+            rows=(0, pairs), tiles=(0, len(tiles)), out=out, room=self._launch.rooms(pairs), shape=shape,
+            first=True,
         )  # fmt: skip
         return out
 

@@ -12,6 +12,9 @@ import triton.language as tl
 
 from hetero.ops.gpu.expert_kernels import BF16, INT4, ROWS, _act, _at, combined
 
+# Numbers that differ from launch to launch: a kernel is not compiled anew for those that divide by 16.
+_RUNNING = ("from_", "to", "tile_from")
+
 
 @triton.jit
 def _product(a, b, total, TWIN: tl.constexpr):
@@ -55,22 +58,23 @@ def _decoded(
     return _to_bf16(code.to(tl.float32) * tl.load(half, here, 0.0).to(tl.float32), TWIN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUNNING)
 def gate_up_rows(
-    base, x, order, tiles, addresses, h, slots, from_, alpha, gate_max, up_limit, act_max, up_offset,
+    base, x, order, tiles, addresses, h, slots, from_, tile_from, alpha, gate_max, up_limit, act_max,
+    up_offset,
     INPUTS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr,
     SCALES_AT: tl.constexpr, BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
     DEPTH: tl.constexpr, TWIN: tl.constexpr,
 ):  # fmt: skip
     """h bf16 [rows, N], in the sorted order from row ``from_`` on; program (BLOCKS blocks of outputs, tile of
-    rows).
+    rows, ``tile_from`` being the first).
 
     ``x`` bf16 [T, INPUTS]; ``order`` int32 [pairs]: pairs by expert; ``tiles`` int32 [tiles, 2]: first and
     last + 1 of the sorted rows of a tile, all of one expert, equal where the tile is empty; ``addresses``
     int64 [tiles].
     """
-    chunk, tile = tl.program_id(0), tl.program_id(1)
+    chunk, tile = tl.program_id(0), tl.program_id(1) + tile_from
     begin, end = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     expert = tl.load(addresses + tile)
     if begin < end and expert != 0:
@@ -107,15 +111,16 @@ def gate_up_rows(
         tl.store(target, _to_bf16(value, TWIN), live[:, None] & wide[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUNNING)
 def down_rows(
-    base, h, order, tiles, addresses, weights, y, from_,
+    base, h, order, tiles, addresses, weights, y, from_, tile_from,
     INPUTS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr,
     SCALES_AT: tl.constexpr, BEGIN: tl.constexpr, BIAS_AT: tl.constexpr, FORMAT: tl.constexpr,
     HAS_BIAS: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr, DEPTH: tl.constexpr, TWIN: tl.constexpr,
 ):  # fmt: skip
-    """y float32 [rows, N], in the sorted order from row ``from_`` on: each pair's weighted output."""
-    chunk, tile = tl.program_id(0), tl.program_id(1)
+    """y float32 [rows, N], in the sorted order from row ``from_`` on: each pair's weighted output; programs
+    as those of ``gate_up_rows``."""
+    chunk, tile = tl.program_id(0), tl.program_id(1) + tile_from
     begin, end = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     expert = tl.load(addresses + tile)
     if begin < end and expert != 0:
@@ -141,7 +146,7 @@ def down_rows(
         tl.store(target, total, live[:, None] & wide[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUNNING)
 def combine(y, places, out, slots, from_, to, N: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr):
     """out float32 [T, N]: the sum of what stands in y [to - from_, N] of each token's pairs, in the order of
     slots, added to what out has unless FIRST; program (token, WIDTH columns). ``places`` int32 [T, slots]:

@@ -120,7 +120,7 @@ def add(own, result, extra, out, count, HAS_OWN: tl.constexpr, HAS_EXTRA: tl.con
     tl.store(out + at, total, here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("count",))
 def pull(host, out, count, WIDTH: tl.constexpr):
     """Copy numbers of pinned host memory; programs of WIDTH."""
     at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)

@@ -83,11 +83,10 @@ class _Piece:
 
 
 class _Batch(NamedTuple):
-    """Sorted rows that are computed at once, and their tiles among all of the chunk."""
+    """Sorted rows that are computed at once and their tiles, first and last + 1."""
 
-    begin: int
-    end: int
-    tiles: slice
+    rows: tuple[int, int]
+    tiles: tuple[int, int]
 
 
 class Chunk:
@@ -233,10 +232,9 @@ class Prefiller:
                 self._bring(layer, piece)
                 self._wait(piece.ready)
             for batch in of_piece:
-                mine = pairs._replace(tiles=pairs.tiles[batch.tiles], addresses=where[batch.tiles])
                 launch.many(
-                    cache.memory, x, weights, mine, (batch.begin, batch.end), out=out, room=self._rooms(),
-                    shape=shape, first=first,
+                    cache.memory, x, weights, pairs, rows=batch.rows, tiles=batch.tiles, out=out,
+                    room=self._rooms(), shape=shape, first=first,
                 )  # fmt: skip
                 first = False
             if piece is not None:
@@ -431,14 +429,14 @@ def _batches(
         for expert, address in zip(order[first:last], addresses[first:last], strict=True):
             end = at + int(rows[expert])
             if end - begin > ROWS:
-                groups[-1].append(_Batch(begin, at, slice(start, len(where))))
+                groups[-1].append(_Batch((begin, at), (start, len(where))))
                 begin, start = at, len(where)
             for top in range(at, end, height):
                 tiles += [top, min(top + height, end)]
                 where.append(address)
             at = end
         if at > begin:
-            groups[-1].append(_Batch(begin, at, slice(start, len(where))))
+            groups[-1].append(_Batch((begin, at), (start, len(where))))
             begin, start = at, len(where)
         first = last
     return groups, tiles, where

@@ -136,8 +136,9 @@ class ExpertLaunch:
         x: Tensor,
         weights: Tensor,
         pairs: Sorted,
-        rows: tuple[int, int],
         *,
+        rows: tuple[int, int],
+        tiles: tuple[int, int],
         out: Tensor,
         room: tuple[Tensor, Tensor],
         shape: Tiling,
@@ -152,14 +153,14 @@ class ExpertLaunch:
             "TILE": shape.rows, "BLOCKS": shape.blocks, "DEPTH": shape.depth, "TWIN": self.twin,
             "num_warps": shape.warps, "num_stages": shape.stages,
         }  # fmt: skip
-        count = len(pairs.tiles)
+        count = tiles[1] - tiles[0]
         if count:
             grouped_kernels.gate_up_rows[(-(-self.blocks_up // shape.blocks), count)](
-                base, x, pairs.order, pairs.tiles, pairs.addresses, h, slots, begin, *self.limits,
+                base, x, pairs.order, pairs.tiles, pairs.addresses, h, slots, begin, tiles[0], *self.limits,
                 INPUTS=self.spec.hidden, **self.act, **self.up, **common,
             )  # fmt: skip
             grouped_kernels.down_rows[(-(-self.blocks_down // shape.blocks), count)](
-                base, h, pairs.order, pairs.tiles, pairs.addresses, weights, y, begin,
+                base, h, pairs.order, pairs.tiles, pairs.addresses, weights, y, begin, tiles[0],
                 INPUTS=self.spec.intermediate, **self.down, **common,
             )  # fmt: skip
         elif not first:
