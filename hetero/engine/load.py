@@ -136,7 +136,7 @@ def load_model(
     connect(model, placement)
     watch_steps(model)
     text: Any = config.get_text_config(decoder=True)
-    runner = graphs.fuse(context_limit(text))
+    runner = graphs.fuse(context_limit(text), resolve_model(str(folder)).config)
     runnable = Runnable(
         model=model,
         vocabulary=int(text.vocab_size),

@@ -29,6 +29,7 @@ from hetero.ops.gpu.launch import check_format
 from hetero.ops.gpu.pinned import PinnedArena, pin_all
 from hetero.rules import Placement
 from hetero.rules.gpu_options import CacheSize
+from hetero.stats import Counts
 
 T = TypeVar("T", int, float | None)
 
@@ -38,6 +39,7 @@ class Site:
     """The experts of one MoE layer and what their rule says of them."""
 
     experts: CpuExperts
+    layer: int  # of the model
     rule: str
     cache: CacheSize
     share: float | None
@@ -57,7 +59,7 @@ class Fusing:
         self.defer = _one_of([site.defer for site in sites], "defer")
         self.rows = options.rows or tuple(n for n in ROWS if n < 2 * options.slots)
 
-    def runner(self, vram: Vram | None, limit: int | None) -> GpuRunner:
+    def runner(self, vram: Vram | None, limit: int | None, counts: Counts | None) -> GpuRunner:
         options = self.options
         if options.context is not None and limit is not None and options.context > limit:
             raise InputError(f"--ctx {options.context}: the context of this model holds {limit} tokens")
@@ -75,6 +77,7 @@ class Fusing:
         if vram is not None:
             torch.cuda.empty_cache()  # what packing and the decoder's making have left
         shared, hybrid = self._hybrid(vram, handoff)
+        self._seed(hybrid, counts)
         decoder.experts[:] = hybrid
         if vram is not None:
             vram.hold()
@@ -97,9 +100,22 @@ class Fusing:
             weakref.finalize(runner, handoff.close)
         runner.capture()
         if vram is not None:
-            vram.require(0, "captured graphs")
+            vram.hold()
             self.say(f"sequences hold up to {context} tokens; {gib(vram.used)} of GPU memory are in use")
         return runner
+
+    def _seed(self, hybrid: Sequence[HybridExperts], counts: Counts | None) -> None:
+        """Begin with the experts that earlier runs have used most."""
+        if counts is None:
+            return
+        seeded = 0
+        for site, one in zip(self.sites, hybrid, strict=True):
+            row = counts.get(site.layer)
+            if one.slots and row is not None and len(row) == site.experts.spec.num_experts and any(row):
+                one.seed(row)
+                seeded += 1
+        if seeded:
+            self.say(f"those of {seeded} layers were chosen by how earlier runs used them (hetero stats)")
 
     def _pages(self, context: int) -> int | None:
         if self.options.kv_tokens is None:
@@ -203,17 +219,19 @@ def fuse(
     *,
     vram: Vram | None = None,
     limit: int | None = None,
+    counts: Counts | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> GpuRunner:
     """The runner over a tree whose weights are there. ``device``: of its layers; "cpu": steps without graphs.
     ``vram``: made before the process used the device. ``limit``: tokens that the model itself can attend to.
-    ``say``: what was decided, a sentence each.
+    ``counts``: of earlier uses of experts, by the index of the layer. ``say``: what was decided, a
+    sentence each.
 
     Raises InputError for a model or rules whose steps cannot be fused, MachineError where memory is lacking.
     """
     if vram is None and torch.device(device).type == "cuda":
         vram = Vram(device, options.vram)
-    return Fusing(model, find_sites(model, placement), device, options, say).runner(vram, limit)
+    return Fusing(model, find_sites(model, placement), device, options, say).runner(vram, limit, counts)
 
 
 def find_sites(model: Any, placement: Placement) -> list[Site]:
@@ -228,7 +246,7 @@ def find_sites(model: Any, placement: Placement) -> list[Site]:
             owner.rule.where.fail("fused layers need all experts in main memory, by backend 'native'")
         experts = owner.options["experts"]
         said = experts["cache"], experts["share"], experts["defer"]
-        sites.append(Site(module.backend, owner.rule.label, *said))
+        sites.append(Site(module.backend, module.layer, owner.rule.label, *said))
     if not sites:
         raise InputError("op 'fused': the model has no experts that an 'op: moe' keeps in main memory")
     return sites

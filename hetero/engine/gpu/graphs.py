@@ -82,10 +82,11 @@ class Waiter:
         self._shortest: dict[int, float] = {}  # kind of step -> seconds
 
     def wait(self, kind: int = 0) -> None:
-        """``kind``: of the step, whose like take about as long."""
+        """``kind``: of the step, whose like take about as long; 0: of something that is not like others,
+        asleep in any case."""
         event = self._event
         event.record()
-        if self.how == "block":
+        if self.how == "block" or kind == 0:
             event.synchronize()
             return
         began = time.perf_counter()

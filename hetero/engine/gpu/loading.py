@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hetero import stats
 from hetero.config import settings
 from hetero.core import InputError, MachineError
 from hetero.engine.gpu.vram import Vram
@@ -87,15 +88,21 @@ class Graphs:
             memory = " ".join(one.told() for one in self._memory.values()) or str(error).partition(". ")[0]
             raise MachineError(f"the weights that rules place on the GPU do not fit: {memory}") from None
 
-    def fuse(self, limit: int | None) -> GpuRunner | None:
+    def fuse(self, limit: int | None, config: Mapping[str, Any] | None = None) -> GpuRunner | None:
         """The runner of fused layers, once their weights are there; None where no rule fuses any. ``limit``:
-        tokens that the model can attend to."""
+        tokens that the model can attend to. ``config``: of the model, whose statistics tell what a cache
+        begins with; None: nothing does."""
         if self._device is None:
             return None
         try:
             from hetero.engine.gpu.fuse import fuse
         except ModuleNotFoundError as error:
             raise _missing(error) from None
+        known: stats.Stats | None = None
+        if config is not None:
+            # Whatever the model was called; copies of it count as one.
+            wanted = stats.config_hash(config)
+            known = next((one for one in stats.load_all() if one.config == wanted), None)
         with self.enough_memory():
             return fuse(
                 self._model,
@@ -104,6 +111,7 @@ class Graphs:
                 self._options,
                 vram=self._memory[self._device],
                 limit=limit,
+                counts=None if known is None else known.layers,
                 say=self.notes.append,
             )
 

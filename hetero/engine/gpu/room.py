@@ -23,7 +23,8 @@ SHORTEST = 2048
 STATES = 4
 """Where nobody says how long sequences may be, their states take at most this part of what is left."""
 
-_PAIRS = 2048  # tokens whose experts' results a large step holds at once
+_PAIRS = 8192  # rows of experts that a large step computes at once
+_STAGING = 256 << 20  # buffers in which experts cross the bus, and what orders their rows
 _WIDTH = 2  # bytes of keys and values
 
 
@@ -59,8 +60,8 @@ def workspace(text_config: Any, chunk: int) -> int:
     widest = max(2 * heads * head, 2 * int(text.get("intermediate_size") or 0), 4 * hidden)
     top_k = int(text.get("num_experts_per_tok") or 1)
     inner = int(text.get("moe_intermediate_size") or text.get("intermediate_size") or 0)
-    pairs = min(chunk, _PAIRS) * top_k * (2 * inner + int(text.get("hidden_size") or 0))
-    return GRAPHS + 4 * (chunk * (6 * hidden + 2 * widest) + pairs)
+    pairs = min(chunk * top_k, _PAIRS) * (2 * inner + int(text.get("hidden_size") or 0))
+    return GRAPHS + _STAGING + 4 * (chunk * (6 * hidden + 2 * widest) + pairs)
 
 
 def cache_slots(wishes: Sequence[CacheWish], left: int | None, reserve: int) -> list[int]:

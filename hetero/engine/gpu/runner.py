@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hetero.config import settings
-from hetero.core import HeteroError
+from hetero.core import HeteroError, MachineError
 from hetero.engine.gpu.graphs import CaptureError, StepGraph, Waiter
 from hetero.engine.gpu.pages import PAGE, Pages
 from hetero.engine.gpu.parts import Decoder, Experts, Shared
@@ -131,14 +131,20 @@ class GpuRunner:
         return self._length[slot]
 
     def prefill(self, slot: int, tokens: Sequence[int]) -> Tensor:
-        """Append tokens; logits float32 [V] on the device after the last. After an error the slot's contents
-        are worth nothing."""
+        """Append tokens; logits float32 [V] on the device after the last. Raises MachineError where a chunk
+        takes more memory than there is. After an error the slot's contents are worth nothing."""
         logits: Tensor | None = None
         with self._on_stream():
             for first in range(0, len(tokens), self.chunk):
                 part = list(tokens[first : first + self.chunk])
                 self.pages.grow(slot, self._length[slot] + len(part))
-                logits = self._read(slot, part)
+                try:
+                    logits = self._read(slot, part)
+                except torch.OutOfMemoryError:
+                    raise MachineError(
+                        f"{len(part)} tokens of a prompt at once take more memory than {self.device} has; "
+                        "with a smaller HETERO_PREFILL_CHUNK they take less"
+                    ) from None
                 self._last[slot] = (self._last[slot] + part)[-_REMEMBERED:]
                 self._length[slot] += len(part)
             if logits is None:
