@@ -68,6 +68,7 @@ class Qwen4Exp:
         parts = []
         for ngrams in self._ngrams:
             table = ngrams.table
-            windows = np.concatenate([table.windows(row[:-1], row[-1:]) for row in tokens])
+            start = [table.eos] * table.size
+            windows = np.array([[*start, *row][-table.size :] for row in tokens], dtype=np.int64)
             parts.append(table.gather(windows).to("cpu", self._build.dtype))
         return torch.cat(parts, 1)
