@@ -90,7 +90,7 @@ def test_a_conversion_that_fails_leaves_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(demo, "save_file", torn)
-        with pytest.raises(InputError, match=r"No space left on device.*HETERO_CACHE"):
+        with pytest.raises(MachineError, match=r"No space left on device.*HETERO_CACHE"):
             demo.demo_folder(tiny.gguf, tmp_path)
     assert [p.suffix for p in (tmp_path / "demo").iterdir()] == [".lock"]
     folder = demo.demo_folder(tiny.gguf, tmp_path)
