@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hetero.decode.build import Build
 from hetero.decode.inputs import PAGE, Chunk, StepInputs
-from hetero.decode.matrix import Part, Projection
+from hetero.decode.matrix import VALUES, Part, Projection
 from hetero.decode.prefill_attention import attend, rotated
 from hetero.formats import Format
 from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys, attention_rows
-from hetero.ops.gpu.fused import Normed
+from hetero.ops.gpu.fused import Normed, sigmoid_gated_rows
 
 
 class AttentionMixer:
@@ -77,9 +76,8 @@ class AttentionMixer:
         q = rotated(shape, self.weights, q, self.weights.q_norm, chunk.start)
         k = rotated(shape, self.weights, k, self.weights.k_norm, chunk.start)
         y = attend(shape, self.weights, self.cache, (q, k, v), chunk)
-        if gate is not None:
-            y = y * torch.sigmoid(gate.float())
-        return self._out.many(y.to(x.dtype).reshape(count, -1))[0]
+        y = y.reshape(count, -1) if gate is None else sigmoid_gated_rows(VALUES, y.contiguous(), gate).q
+        return self._out.many(y.to(x.dtype))[0]
 
     def clear(self, slot: int) -> None:
         """Nothing: positions say what of the pages counts."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from hetero.core import InputError
 from hetero.decode.build import Build
 from hetero.decode.inputs import Chunk, StepInputs
-from hetero.decode.matrix import Part, Projection
+from hetero.decode.matrix import VALUES, Part, Projection
 from hetero.decode.prefill_delta import convolved, delta_rule
 from hetero.formats import Format
 from hetero.ops.gpu.delta import DeltaShape, DeltaState, DeltaWeights, delta_core
@@ -19,7 +19,6 @@ from hetero.ops.gpu.fused import Normed, gated_norm_rows
 # Tokens of a prefill that the recurrence takes at a time: their float32 intermediates are some hundred
 # megabytes in large models.
 _SEGMENT = 2048
-_VALUES = Format("bf16")
 
 
 class DeltaMixer:
@@ -74,7 +73,7 @@ class DeltaMixer:
             acted = convolved(self.state, self.weights, qkv, chunk.slot, chunk.start + first)
             y = delta_rule(self.state, self.weights, (acted, a, b), chunk.slot)
             norm = self.weights.norm, self.weights.eps
-            outputs.append(gated_norm_rows(_VALUES, y, z, *norm, silu=self._silu).q.to(x.dtype))
+            outputs.append(gated_norm_rows(VALUES, y, z, *norm, silu=self._silu).q.to(x.dtype))
         return self._out.many(torch.cat(outputs))[0]
 
     def clear(self, slot: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from hetero.decode.inputs import Chunk, StepInputs
+from hetero.decode.matrix import VALUES
 from hetero.decode.mixer import Mixer
 from hetero.decode.norm import Norm
 from hetero.decode.stream import Sum
@@ -55,10 +56,6 @@ class Layer(Protocol):
         ...
 
     def clear(self, slot: int) -> None: ...
-
-
-VALUES = Format("bf16")
-"""Of rows that are values, not codes."""
 
 
 class PlainStream(NamedTuple):

@@ -14,6 +14,9 @@ from hetero.ops.gpu import linear_kernels
 from hetero.ops.gpu.fused import Normed, PackedMatrix, Rows, plain_rows, project
 from hetero.ops.gpu.linear import PackedLinear
 
+VALUES = Format("bf16")
+"""Of rows that are values, of whatever dtype, not codes."""
+
 # Weights are decoded for products of many rows so many bytes at a time.
 _BUFFER = 64 << 20
 _BLOCKS, _DEPTH = 4, 64

@@ -76,13 +76,15 @@ def _masked(
     mask = column <= row
     if shape.window:
         mask &= column > row - shape.window
+    # Heads of queries that share keys as a batch of their own: keys are not repeated.
     group = shape.q_heads // shape.kv_heads
-    keys, values = (part[:, :, first:last].repeat_interleave(group, 1) for part in (keys, values))
+    grouped = q.view(shape.kv_heads, group, *q.shape[2:])
+    keys, values = (part[0, :, None, first:last].expand(-1, group, -1, -1) for part in (keys, values))
     if weights.sinks is None:
-        return attention(q, keys, values, attn_mask=mask, scale=shape.scale)
+        return attention(grouped, keys, values, attn_mask=mask, scale=shape.scale).reshape(q.shape)
     # A sink is a score that has no value.
     scale = shape.scale or shape.dim**-0.5
-    scores = (q.float() @ keys.float().transpose(2, 3) * scale).masked_fill(~mask, float("-inf"))
-    sinks = weights.sinks.float().view(1, -1, 1, 1).expand(-1, -1, q.shape[2], -1)
+    scores = (grouped.float() @ keys.float().transpose(2, 3) * scale).masked_fill(~mask, float("-inf"))
+    sinks = weights.sinks.float().view(-1, group, 1, 1).expand(-1, -1, q.shape[2], -1)
     weight = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
-    return (weight @ values.float()).to(q.dtype)
+    return (weight @ values.float()).to(q.dtype).reshape(q.shape)
