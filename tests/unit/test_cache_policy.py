@@ -1,0 +1,55 @@
+"""What the simulation of cache policies must show for the policy that the GPU's cache has."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SLOTS, LAYERS, STEPS = 130, 2, 200
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    path = Path(__file__).parents[2] / "benchmarks" / "cache_policy.py"
+    spec = importlib.util.spec_from_file_location("cache_policy", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["cache_policy"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_reuse_as_they_say(policy: Any) -> None:
+    for kind, low, high in (("local", 0.38, 0.5), ("uniform", 0.0, 0.04)):
+        ids = policy.table(kind, 1, 100, 5)[0]
+        assert all(len(set(step)) == policy.TOP for step in ids.tolist())
+        again = [len(set(a) & set(b)) / policy.TOP for a, b in itertools.pairwise(ids)]
+        assert low <= sum(again) / len(again) < high
+
+
+def test_learned_chances_follow_the_routing(policy: Any) -> None:
+    """Local routing is held as by recency and far better than by frequency; uniform routing moves nothing;
+    a slot that is kept free saves moves."""
+    local = policy.table("local", LAYERS, STEPS, 7)
+    learned, moved, _ = policy.simulate(local, SLOTS, 2, policy.Learned(LAYERS, 0.03), 0)
+    recent, *_ = policy.simulate(local, SLOTS, 2, policy.Recency(LAYERS), 0)
+    often, *_ = policy.simulate(local, SLOTS, 2, policy.Decayed(LAYERS, 256.0, 1.5), 0)
+    assert learned > recent - 0.02
+    assert learned > often + 0.2
+    free, fewer, stayed = policy.simulate(local, SLOTS, 2, policy.Learned(LAYERS, 0.03), 1)
+    assert free > learned - 0.02
+    assert fewer < moved - stayed / 2
+    uniform = policy.table("uniform", LAYERS, STEPS, 7)
+    hits, moved, _ = policy.simulate(uniform, SLOTS, 2, policy.Learned(LAYERS, 0.03), 0)
+    assert abs(hits - SLOTS / policy.EXPERTS) < 0.04
+    assert moved < 0.3
+
+
+def test_split_ends_both_sides_soonest(policy: Any) -> None:
+    assert [policy.split(m) for m in range(5)] == [0, 0, 1, 1, 1]
