@@ -7,6 +7,7 @@ busy time in which b was busy as well.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -31,10 +32,11 @@ from hetero.trace import (
 
 @dataclass(frozen=True, slots=True)
 class HandOff:
-    """Of one layer of one step, in seconds. ``cost``: from the submit's end until the CPU begins, and from
-    its end, or the moment that the GPU began to wait if that is later, until the GPU goes on; so that errors
-    of the clocks' alignment cancel where the GPU waits. ``submit``: looking up experts and handing them over.
-    ``wait``: for the CPU, the hand-off's cost among it."""
+    """Of one layer of one step, in seconds. ``cost``: from the submit's end, or that of what the CPU was
+    still at (deferred experts, another lane), until the CPU begins; and from its end, or the moment that the
+    GPU began to wait if that is later, until the GPU goes on. Errors of the clocks' alignment cancel where
+    the GPU waits. ``submit``: looking up experts and handing them over. ``wait``: for the CPU, the
+    hand-off's cost among it."""
 
     layer: int
     submit: float
@@ -109,12 +111,15 @@ def hand_offs(step: Step) -> list[HandOff]:
     for part in step.parts:
         if part.name in (SUBMIT, WAIT, EXPERTS):
             named[part.name, part.layer] = part
+    ends = sorted(part.end for part in step.parts if part.lane == "cpu")
     found: list[HandOff] = []
     for (name, layer), work in sorted(named.items(), key=lambda item: item[1].start):
         submit, wait = named.get((SUBMIT, layer)), named.get((WAIT, layer))
         if name != EXPERTS or submit is None or wait is None:
             continue
-        cost = work.start - submit.end + wait.end - max(work.end, wait.start)
+        at = bisect_right(ends, work.start)
+        ready = max(submit.end, ends[at - 1]) if at else submit.end
+        cost = work.start - ready + wait.end - max(work.end, wait.start)
         found.append(HandOff(layer, submit.duration / 1e9, cost / 1e9, wait.duration / 1e9))
     return found
 

@@ -22,7 +22,9 @@ from hetero.trace import (
 )
 from hetero.wholefile import unwritable
 
-TRACKS = ("step", "prefill", "gpu", "gpu experts", "pcie", "pcie in place", "cpu", "disk")
+OTHER_HALF = "prefill, the other half"
+
+TRACKS = ("step", "prefill", OTHER_HALF, "gpu", "gpu experts", "pcie", "pcie in place", "cpu", "disk")
 """Rows of the viewer: lanes, and what may go on beside the rest of its lane, only where there is some."""
 
 
@@ -40,7 +42,8 @@ def chrome_trace(spans: Sequence[Span], since: int = 0) -> dict[str, Any]:
     """
     steps = whole_steps(spans, since)
     origin = min((part.start for step in steps for part in (step.span, *step.parts)), default=0)
-    used = {track_of(part) for step in steps for part in step.parts}
+    shown = [(span, track) for step in steps for span, track in _tracks(step)]
+    used = {track for _, track in shown}
     named: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "hetero"}}
     ]
@@ -57,13 +60,12 @@ def chrome_trace(spans: Sequence[Span], since: int = 0) -> dict[str, Any]:
             "name": f"step {span.step}" if span.lane == "step" else span.name,
             "cat": span.lane,
             "pid": 1,
-            "tid": TRACKS.index(track_of(span)),
+            "tid": TRACKS.index(track),
             "ts": (span.start - origin) / 1e3,
             "dur": span.duration / 1e3,
             "args": _details(span),
         }
-        for step in steps
-        for span in (step.span, *step.parts)
+        for span, track in shown
     ]
     lost = spans[0].number - since if spans else 0
     return {
@@ -71,6 +73,19 @@ def chrome_trace(spans: Sequence[Span], since: int = 0) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "otherData": {"events_overwritten": lost, **summarise(steps).as_dict(), **_summaries(steps)},
     }
+
+
+def _tracks(step: Step) -> Iterator[tuple[Span, str]]:
+    """Spans of a step with their rows: halves of a chunk that take turns have rows of their own."""
+    end = 0
+    for span in (step.span, *step.parts):
+        track = track_of(span)
+        if span.lane == "choice":
+            if span.start < end:
+                track = OTHER_HALF
+            else:
+                end = span.end
+        yield span, track
 
 
 def _summaries(steps: Sequence[Step]) -> dict[str, Any]:

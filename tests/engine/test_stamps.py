@@ -94,12 +94,20 @@ def test_nothing_happens_without_a_tape() -> None:
     assert recorder.spans(since) == []
 
 
-def test_a_full_tape_says_so() -> None:
-    tape = Stamps("cpu").tape(capacity=1)
+def test_a_full_tape_keeps_what_it_has(caplog: pytest.LogCaptureFixture) -> None:
+    tape = Stamps("cpu").tape(capacity=2)
     with tape.recording():
         start()
-        with pytest.raises(ValueError, match="room for 1"):
+        for _ in range(3):
             lap(MIXER)
+        chosen(here(), "cpu", 5, 0.0)
+        tape.seal()
+    assert [message for message in caplog.messages if "more than 2 stamps" in message] == caplog.messages
+    assert len(caplog.messages) == 1
+    with recorder.recording():
+        since = recorder.next_number() + 1
+        tape.tell(1)
+        assert [span.name for span in recorder.spans(since)] == [MIXER]
 
 
 def test_tapes_within_each_other() -> None:

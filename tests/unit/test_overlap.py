@@ -101,6 +101,14 @@ def test_the_wait_is_no_hand_off_where_the_gpu_was_busy_longer() -> None:
     assert hand_offs(whole) == [HandOff(3, pytest.approx(5e-6), pytest.approx(5e-6), pytest.approx(2e-6))]
 
 
+def test_what_the_cpu_was_still_at_is_no_hand_off() -> None:
+    """Deferred experts of the layer before, until 37: the CPU begins 1 later."""
+    late = Span(0, "cpu", DEFERRED, 2, 0, 20 * US, 37 * US, 0, 1, 1)
+    whole = Step(Span(9, "step", STAMPED, -1, 0, 0, 100 * US, 0, 1), (late, *layer(0, 3, 0)))
+    (found,) = hand_offs(whole)
+    assert found.cost == pytest.approx(8e-6)
+
+
 def test_steps_without_stamps_are_left_out() -> None:
     plain = Step(Span(0, "step", "gpu", -1, 0, 0, 10 * US, 0, 1), ())
     assert overlap([plain]).steps == 0
@@ -134,6 +142,10 @@ def test_choices_of_prefills_are_told() -> None:
         {"step": 0, "layer": 3, "tokens": 512, "actual_us": 4.0, "strategy": "stream", "expected_us": 3.0},
         {"step": 0, "layer": 4, "tokens": 512, "actual_us": 2.0, "strategy": "cpu", "expected_us": 4.0},
     ]
+    halves = [spans[0], chunk("cpu", 3, (4000, 6000), 4.0), spans[2]]
+    events = chrome_trace(halves, 3)["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert "prefill, the other half" in names
     lines = "\n".join(summary_lines(steps))
     assert "prefill by 'stream': 1 times, 512 rows" in lines
     body = chrome_trace(spans, 3)
@@ -150,7 +162,7 @@ def test_rows_of_the_viewer_do_not_overlap() -> None:
     """Spans of one row follow each other or lie within each other; what does neither has rows of its own."""
     body = chrome_trace(step(0, 0) + step(1, 500))
     names = {e["tid"]: e["args"]["name"] for e in body["traceEvents"] if e["name"] == "thread_name"}
-    assert list(names.values()) == [track for track in TRACKS if track != "prefill"]
+    assert list(names.values()) == [track for track in TRACKS if not track.startswith("prefill")]
     rows: dict[int, list[tuple[float, float]]] = {}
     for event in body["traceEvents"]:
         if event["ph"] == "X":

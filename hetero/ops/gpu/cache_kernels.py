@@ -93,12 +93,12 @@ def find(
         weight = tl.load(weights + at, live, 0.0)
         lower = tl.zeros((PAIRS,), tl.int32)
         for place_in_row in range(chosen):
-            pair = at // chosen * chosen + place_in_row
-            other = tl.load(ids + pair, live, NOTHING)
+            beside = at // chosen * chosen + place_in_row
+            other = tl.load(ids + beside, live, NOTHING)
             meant = live & (other >= 0) & (other < EXPERTS)
             away = meant & (tl.load(place + other, meant, 1) == 0)
-            theirs = tl.load(weights + pair, live, 0.0)
-            lower += (away & ((theirs < weight) | ((theirs == weight) & (pair > at)))).to(tl.int32)
+            theirs = tl.load(weights + beside, live, 0.0)
+            lower += (away & ((theirs < weight) | ((theirs == weight) & (beside > at)))).to(tl.int32)
         mine = tl.where(lower < DEFER, mine + EXPERTS, mine)
     tl.store(cpu_ids + at, tl.where(left, mine, NOTHING), live)
 

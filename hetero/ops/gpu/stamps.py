@@ -20,6 +20,7 @@ end. On a CPU the same calls take the host's time at once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_uint64
@@ -32,6 +33,8 @@ from torch import Tensor
 from hetero.alignment import Alignment, Bracket, meet
 from hetero.hw.cuda_driver import driver
 from hetero.trace import HITS, IN_PLACE, MOVE, PREFILL, Lane, Span, clock, recorder
+
+log = logging.getLogger("hetero.trace")
 
 PTX = """
 .version 6.3
@@ -59,8 +62,9 @@ END:
 }
 """
 
-CAPACITY = 4096
-"""Stamps of a tape: 32 bytes each, on the device and in pinned memory."""
+CAPACITY = 1 << 14
+"""Stamps of a tape: 32 bytes each, on the device and in pinned memory. A chunk of a prompt that streams the
+experts of 100 layers has less than half as many."""
 
 _WORDS = 4  # of a stamp: time, and three counters
 _READINGS = 32  # of both clocks at once
@@ -105,7 +109,10 @@ class Stamps:
     def end(self) -> None:
         """Nobody watches any more: a last comparison of the clocks; counters go on unseen."""
         self._counted.clear()
-        self.read()
+        try:
+            self.read()
+        except RuntimeError as error:  # of a device that has failed, which others tell
+            log.warning("the clock of %s is not compared any more: %s", self.device, error)
 
     def tape(self, capacity: int = CAPACITY) -> Tape:
         return Tape(self, capacity)
@@ -162,6 +169,7 @@ class Tape:
         self.laps: list[Lap] = []
         self._last: dict[int, int] = {}  # stream -> its last stamp
         self.layer = -1  # that is at work
+        self.is_full = False
         self._used = 0
 
     @contextmanager
@@ -176,10 +184,13 @@ class Tape:
             _running = before
 
     def mark(self, counts: Tensor | None = None) -> int:
-        """A stamp into the current stream. Returns its number. Raises ValueError when the tape is full."""
+        """A stamp into the current stream. Returns its number; -1 when the tape is full."""
         at = self._used
         if at == len(self._device):
-            raise ValueError(f"a tape has room for {at} stamps")
+            if not self.is_full:
+                log.warning("a step of more than %d stamps: the trace lacks what follows in it", at)
+            self.is_full = True
+            return -1
         self._used += 1
         if self.stamps.device.type == "cuda":
             self.stamps.stamp(self._device[at].data_ptr(), 0 if counts is None else counts.data_ptr())
@@ -202,7 +213,7 @@ class Tape:
         """A stamp into the current stream, and what it has done since its last one."""
         begin = self._last.get(self._stream())
         end = self.mark(counts)
-        if begin is not None:
+        if begin is not None and end >= 0:
             self.laps.append(Lap(lane, name, self.layer, begin, end, nbytes, counts, expert_bytes))
 
     def here(self) -> int:
@@ -327,4 +338,5 @@ def chosen(since: int, strategy: str, tokens: int, expected_s: float) -> None:
     if _running is not None and since >= 0:
         details = (("strategy", strategy), ("expected_us", round(expected_s * 1e6, 1)))
         now, layer = _running.mark(), _running.layer
-        _running.laps.append(Lap("choice", PREFILL, layer, since, now, tokens=tokens, details=details))
+        if now >= 0:
+            _running.laps.append(Lap("choice", PREFILL, layer, since, now, tokens=tokens, details=details))
