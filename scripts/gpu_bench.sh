@@ -19,7 +19,8 @@ model=${MODEL:-synthetic:qwen3.8-flash-next-125b}
 small=${SMALL:-synthetic:qwen3-30b-a3b}
 cores=$(nproc)
 threads=${THREADS:-$((cores > 2 ? cores - 1 : 1))}
-common=(--vram "${VRAM:-24GiB}" --ram "${RAM:-120GiB}" --threads "$threads")
+common=(--ram "${RAM:-120GiB}" --threads "$threads")
+[ -z "${VRAM-24GiB}" ] || common+=(--vram "${VRAM-24GiB}") # empty: no cap, and no GPU needed
 export OMP_WAIT_POLICY=passive HETERO_STATS=off PYTHONUNBUFFERED=1
 if [ -n "$wheels" ]; then
   python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target /tmp/hetero-site "$wheels"/*.whl || exit 3
