@@ -114,7 +114,7 @@ class GpuReads:
         small.add_(1)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(_LAUNCHES):
                 small.add_(1)
         graph.replay()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -282,7 +282,9 @@ class FusedRun:
         hook, decoder.routing = decoder.routing, None
         slots = [runner.claim() for _ in range(rows)]
         try:
-            inputs = decoder.inputs(rows)
+            inputs = replace(decoder.inputs(rows), pages=runner.pages.table)
+            for slot in slots:
+                runner.pages.grow(slot, position + 1)
             inputs.slots.copy_(torch.tensor(slots))
             inputs.positions.fill_(position)
             stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]

@@ -41,6 +41,8 @@ class ForcedRouting:
     def start(self, step: int) -> None:
         """The next step takes this row of the table."""
         self._next.fill_(step % self.steps)
+        if self._next.device.type == "cuda":  # steps run on a stream of their own
+            torch.cuda.synchronize(self._next.device)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:

@@ -192,11 +192,12 @@ class GpuRunner:
     # -- graphs
 
     def capture(self) -> None:
-        """Run every size once and make its graph. Where an operator cannot be captured, one warning names it
-        and steps run eagerly."""
+        """Run every size once and make its graph, in place of one that was made before. Where an operator
+        cannot be captured, one warning names it and steps run eagerly."""
         if self._stream is None:
             return
         self._tracing.close()
+        self._graphs.clear()  # before others are made beside them
         with self._on_stream():
             for size in reversed(self.rows):
                 self._staging[size].idle()
