@@ -160,7 +160,6 @@ class Bench:
             return
         self._forced = ForcedRouting(table, self.device)
         self.run.force(self._forced)
-        self._forced.start(0)
 
     def prompt(self, tokens: int) -> list[int]:
         """Random token ids."""
@@ -174,6 +173,8 @@ class Bench:
         first: list[float] = []
         steps: list[float] = []
         counts = Counts()
+        if self._forced is not None:
+            self._forced.start(0, rows)
         for number in range(series.runs + 1):  # the first run warms up
             states, tokens = [], []
             began = time.perf_counter()

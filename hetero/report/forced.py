@@ -22,6 +22,7 @@ class ForcedRouting:
         self._table = torch.from_numpy(table).transpose(0, 1).contiguous().to(device)
         self._next = torch.zeros(1, dtype=torch.int64, device=device)
         self._now = torch.zeros(self._table.shape[1:], dtype=torch.int64, device=device)
+        self._idle = torch.ones(1, self._table.shape[2], 1, dtype=torch.bool, device=device)
         self._decoding = False
 
     @property
@@ -36,11 +37,13 @@ class ForcedRouting:
     def use(self, table: Table) -> None:
         """Another table of the same shape; captured graphs follow."""
         self._table.copy_(torch.from_numpy(table).transpose(0, 1))
-        self.start(0)
 
-    def start(self, step: int) -> None:
-        """The next step takes this row of the table."""
+    def start(self, step: int, rows: int) -> None:
+        """The next step takes this row of the table; of its rows the first ``rows`` are of sequences, none at
+        first, and no expert is chosen for the others."""
         self._next.fill_(step % self.steps)
+        self._idle[:, :rows] = False
+        self._idle[:, rows:] = True
         if self._next.device.type == "cuda":  # steps run on a stream of their own
             torch.cuda.synchronize(self._next.device)
 
@@ -61,6 +64,7 @@ class ForcedRouting:
         if rows > self._now.shape[1]:
             raise ValueError(f"a step of {rows} rows, the table has {self._now.shape[1]}")
         if layer == 0:
-            self._now.copy_(self._table.index_select(0, self._next)[0])
+            chosen = self._table.index_select(0, self._next)[0]
+            self._now.copy_(chosen.masked_fill(self._idle, -1))
             self._next.add_(1).remainder_(self.steps)
         return self._now[layer, :rows], weights

@@ -202,6 +202,7 @@ def test_tables_replace_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
     table = make_table("uniform", layers=2, steps=3, rows=2, experts=16, top_k=3, seed=1)
     forced = ForcedRouting(table, "cpu")
     run.force(forced)
+    forced.start(0, 2)
     states = [run.prefill([1, 2, 3, 4])[0] for _ in range(2)]
     assert all(len(ids) == 4 for ids in seen)
     for step in range(5):
@@ -209,15 +210,21 @@ def test_tables_replace_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
         run.step(states, [1, 2])
         wanted = torch.from_numpy(table[:, step % 3]).long()
         assert torch.equal(torch.stack(seen), wanted)
-    forced.start(1)
+    forced.start(1, 1)
     seen.clear()
     run.step(states[:1], [1])
     assert torch.equal(torch.stack(seen), torch.from_numpy(table[:, 1, :1]).long())
     other = make_table("local", layers=2, steps=3, rows=2, experts=16, top_k=3, seed=2)
     forced.use(other)
+    forced.start(0, 2)
     seen.clear()
     run.step(states, [1, 2])
     assert torch.equal(torch.stack(seen), torch.from_numpy(other[:, 0]).long())
+    forced.start(0, 1)
+    with forced.decoding():
+        ids, _ = forced(0, torch.zeros(2, 3), torch.zeros(2, 3))
+    assert torch.equal(ids[0], torch.from_numpy(other[0, 0, 0]).long())
+    assert (ids[1] == -1).all()  # of no sequence
     with forced.decoding(), pytest.raises(ValueError, match="a step of 3 rows, the table has 2"):
         forced(0, torch.zeros(3, 3), torch.zeros(3, 3))
     before = run.counts()

@@ -64,7 +64,9 @@ def test_fused_steps_follow_a_table() -> None:
             submit(x, ids, weights)
 
         one.submit = spy  # type: ignore[attr-defined]
-    run.force(ForcedRouting(table, "cpu"))
+    forced = ForcedRouting(table, "cpu")
+    run.force(forced)
+    forced.start(0, 2)
     states = [run.prefill([1, 2, 3])[0] for _ in range(2)]
     before = run.counts()
     for step in range(2):
