@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,17 @@ from hetero.registry import load_class, op_names
 from hetero.rules import Placement, RuleSet, load_rules, match
 from hetero.rules.defaults import default_rules_for, for_dense, shipped
 from hetero.rules.devices import parse_devices
-from hetero.rules.explain import CACHE, DENSE_BYTES, IN_RAM, Line, explain, group, human, totals
+from hetero.rules.explain import (
+    CACHE,
+    DENSE_BYTES,
+    IN_RAM,
+    Line,
+    cache_notes,
+    explain,
+    group,
+    human,
+    totals,
+)
 from hetero.rules.migrate import migrate
 from hetero.rules.mistakes import Mistakes
 from hetero.rules.options import schemas_for
@@ -89,20 +100,22 @@ def explain_command(
     devices: DevicesOption = None,
     revision: RevisionOption = None,
     dtype: Annotated[
-        str, typer.Option(help="Of dense weights, as in 'hetero run': float32, bfloat16 or float16.")
-    ] = "float32",
+        str | None, typer.Option(help="Of dense weights, as in 'hetero run': float32, bfloat16 or float16.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Show modules without weights too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print module, rule, operator, device and bytes, and the totals of each device."""
-    if dtype not in DENSE_BYTES:
+    if dtype is not None and dtype not in DENSE_BYTES:
         hint = did_you_mean(dtype, DENSE_BYTES) or f"; it is one of {listed(DENSE_BYTES)}"
         raise InputError(f"--dtype {dtype}: unknown{hint}")
     if len(words) > 2:
         raise InputError(f"hetero rules explain [FILE] MODEL takes one or two words, not {len(words)}")
     file, model = (None, words[0]) if len(words) == 1 else (words[0], words[1])
     model_type, placement, modules = _place(file, model, set_, devices, revision)
-    lines = explain(placement, modules, dtype)
+    fused = any(one.op == "fused" for one in placement.assignments)
+    lines = explain(placement, modules, dtype or ("bfloat16" if fused else "float32"))
+    placement = replace(placement, notes=(*placement.notes, *cache_notes(placement)))
     if as_json:
         _print_json(
             {
@@ -198,6 +211,10 @@ def _place(
             except InputError as error:
                 rule.replace.where.fail(str(error))
     mistakes.tell()
+    if find_spec("triton") is not None:  # a machine without a GPU need not have it
+        from hetero.engine.gpu.loading import FUSED_DTYPE, fused_device
+
+        fused_device(placement, tree, FUSED_DTYPE)
     if found.kind in ("folder", "gguf"):
         placement = _with_formats(placement, tree, found.path)
     return model_type, placement, modules

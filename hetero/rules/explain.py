@@ -88,6 +88,18 @@ def explain(placement: Placement, modules: Sequence[ModuleInfo], dtype: str = "f
     return lines + _caches(cached)
 
 
+def cache_notes(placement: Placement) -> list[str]:
+    """Of rules whose experts a GPU holds besides, as many as there is room for: a sentence each."""
+    if not any(one.op == "fused" for one in placement.assignments):
+        return []
+    found = {}
+    for one in placement.assignments:
+        experts = one.options["experts"] if one.op == "moe" else None
+        if experts is not None and one.device != experts["device"] == "cpu" and experts["cache"].is_auto:
+            found[one.rule.label] = one.device
+    return [f"{label}: 'cache: auto' takes what is left of {device}" for label, device in found.items()]
+
+
 def _caches(experts: Sequence[tuple[Line, Assignment]]) -> list[Line]:
     """The lines of what GPUs hold of experts in main memory, and main memory of those on disk."""
     of_rule: dict[str, int] = {}

@@ -77,7 +77,6 @@ class Fusing:
         if vram is not None:
             torch.cuda.empty_cache()  # what packing and the decoder's making have left
         shared, hybrid = self._hybrid(vram, handoff)
-        self._seed(hybrid, counts)
         decoder.experts[:] = hybrid
         if vram is not None:
             vram.hold()
@@ -99,6 +98,7 @@ class Fusing:
             # A process must not end while the worker lives.
             weakref.finalize(runner, handoff.close)
         runner.capture()
+        self._seed(hybrid, counts)
         if vram is not None:
             vram.hold()
             self.say(f"sequences hold up to {context} tokens; {gib(vram.used)} of GPU memory are in use")

@@ -37,6 +37,9 @@ LANE = 0
 _REMEMBERED = 16
 """Tokens of a sequence that are kept for n-grams."""
 
+_WARM_PROMPT = 40
+"""Tokens of the prompt that is read before the capture: more than a decode step ever has."""
+
 _WARM_UPS = 2
 """Steps before the capture: Triton compiles in the first, what the second still makes is made for good."""
 
@@ -310,5 +313,7 @@ class GpuRunner:
             if self._stream is None:
                 yield
                 return
+            # Whoever calls may have changed something, such as the experts that GPU memory holds.
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
                 yield

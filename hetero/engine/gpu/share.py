@@ -54,7 +54,7 @@ def _cpu_rate(experts: Sequence[CpuExperts]) -> float:
 def _bus_rate(arenas: Sequence[PinnedArena], device: torch.device) -> float:
     best = 0.0
     for arena in arenas[:_ROUNDS]:
-        some = arena.view[:_COPIES]
+        some = arena.view[: min(_COPIES, arena.pieces)]
         here = torch.empty_like(some, device=device)
         torch.cuda.synchronize(device)
         began = time.perf_counter()
