@@ -59,10 +59,8 @@ class Connection:
         self._up = Projection(_part(module.input_mix_weight_up))
         self._count, self._eps = module.hc_count, module.hc_norm.eps
         self._norm = build.tensor(module.hc_norm.weight)
-        wide = self._down.matrices[0].packed
-        if inject is None:  # a step's kernels always look for it
-            wide = torch.cat([wide, wide.new_zeros(self._count, wide.shape[1])])
-        self._step = MixWeights(self._norm, wide, self._up.matrices[0].packed, self._count, self._eps)
+        down, up = (part.matrices[0].packed for part in (self._down, self._up))
+        self._step = MixWeights(self._norm, down, up, self._count, self._eps)
 
     def step(self, fmt: Format, stream: HyperStream) -> tuple[Normed, Tensor]:
         """(the block's input as rows for ``fmt``, its injection), R <= 16."""

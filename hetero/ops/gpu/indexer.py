@@ -80,7 +80,8 @@ def select(shape: IndexerShape, scores: Tensor, slots: Tensor, positions: Tensor
     in ``attention_rows``: a row sees the tokens up to its own. Of equal scores the first ones are taken.
     """
     chosen = torch.empty(scores.shape[0], shape.top, dtype=torch.int32, device=scores.device)
-    chunk = min(_SELECT_CHUNK, triton.next_power_of_2(max(scores.shape[1], 16)))
+    # At least one score for every thread.
+    chunk = min(_SELECT_CHUNK, triton.next_power_of_2(max(scores.shape[1], 256)))
     indexer_kernels.select[(scores.shape[0],)](
         scores, slots, positions, chosen, scores.stride(0),
         RATIO=shape.ratio, TOP=shape.top, CHUNK=chunk, num_warps=8,
