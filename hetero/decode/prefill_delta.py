@@ -10,6 +10,7 @@ from hetero.decode import prefill_delta_kernels as kernels
 from hetero.ops.gpu.delta import DeltaState, DeltaWeights
 
 _CHUNK, _COLUMNS = 64, 32
+_SMALLEST = 32
 _CHUNK_OF_INTERPRETER = 16  # which takes long for each row of a chunk
 _ROWS, _WIDTH = 32, 64  # of the convolution: tokens and channels of a program
 
@@ -59,8 +60,10 @@ def delta_rule(
         "VALUE_DIM": s.value_dim,
         "KEYS": max(16, triton.next_power_of_2(s.key_dim)),
     }
-    common = {"VALUE_HEADS": heads, "CHUNK": size, "TWIN": twin, **dims}
     values = max(16, triton.next_power_of_2(s.value_dim))
+    # Tensor cores' products in three parts read beyond their memory where a side is below 32 (Triton 3.6).
+    plain = twin or min(dims["KEYS"], values) < _SMALLEST
+    common = {"VALUE_HEADS": heads, "CHUNK": size, "PLAIN": plain, **dims}
     kernels.solve[(chunks, heads)](
         acted, a, b, weights.a_log, weights.dt_bias, *parts, count, a.stride(0), b.stride(0),
         KEY_HEADS=s.key_heads, VALUES=values, num_warps=8, **common,

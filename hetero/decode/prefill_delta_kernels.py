@@ -2,7 +2,8 @@
 
 ``convolve``; then ``solve``, which for each chunk of CHUNK tokens finds what needs no state: the changes that
 the tokens would make to an empty one, and how they depend on another; then ``scan``, which carries the state
-from chunk to chunk. All arithmetic is float32; products are by tensor cores in three parts (tf32x3).
+from chunk to chunk. All arithmetic is float32; products are by tensor cores in three parts (tf32x3), but not
+where PLAIN.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ NOT_SEEN = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _dot(a, b, TWIN: tl.constexpr):
-    if TWIN:
+def _dot(a, b, PLAIN: tl.constexpr):
+    if PLAIN:
         return tl.dot(a, b, input_precision="ieee")
     return tl.dot(a, b, input_precision="tf32x3")
 
@@ -56,7 +57,7 @@ def convolve(
 def solve(
     acted, a, b, a_log, dt_bias, changes, reads, queries, keys, seen, fades, count, a_stride, b_stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr, TWIN: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, value head). ``acted`` float32 [count, channels]: convolved queries, keys, values;
     ``a`` and ``b`` [count, VALUE_HEADS], before their activations, rows so far apart.
@@ -93,11 +94,11 @@ def solve(
 
     key = _unit(line + (KEY_HEADS + key_head) * KEY_DIM + at[None, :], known)
     turned = tl.trans(key)
-    system = tl.trans(tl.where(past, _dot(key, turned, TWIN) * between * beta[:, None], 0.0))
+    system = tl.trans(tl.where(past, _dot(key, turned, PLAIN) * between * beta[:, None], 0.0))
     tl.store(keys + place * KEY_DIM + at[None, :], key * tl.exp(whole - total)[:, None], wide)
     query = _unit(line + key_head * KEY_DIM + at[None, :], known) * (KEY_DIM**-0.5)
     tl.store(queries + place * KEY_DIM + at[None, :], query * begun, wide)
-    tl.store(seen + place * CHUNK + row[None, :], _dot(query, turned, TWIN) * between)
+    tl.store(seen + place * CHUNK + row[None, :], _dot(query, turned, PLAIN) * between)
     tl.store(fades + head * tl.num_programs(0) + chunk, tl.exp(whole))
 
     # (I + system)^-1, row by row: each is its own unit vector less what it takes of those above it. As a
@@ -110,19 +111,19 @@ def solve(
 
     # Read again, so that it need not be kept meanwhile.
     key = _unit(line + (KEY_HEADS + key_head) * KEY_DIM + at[None, :], known)
-    read = _dot(inverse, key * (begun * beta[:, None]), TWIN)
+    read = _dot(inverse, key * (begun * beta[:, None]), PLAIN)
     tl.store(reads + place * KEY_DIM + at[None, :], read, wide)
     column = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + to[None, :]
     inside = (to < VALUE_DIM)[None, :]
     value = tl.load(line + column, here[:, None] & inside, 0.0)
-    tl.store(changes + place * VALUE_DIM + to[None, :], _dot(inverse, value * beta[:, None], TWIN), inside)
+    tl.store(changes + place * VALUE_DIM + to[None, :], _dot(inverse, value * beta[:, None], PLAIN), inside)
 
 
 @triton.jit
 def scan(
     changes, reads, queries, keys, seen, fades, states, out, count, chunks,
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, TWIN: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Program (COLUMNS of the values, value head): ``out`` float32 [count, VALUE_HEADS, VALUE_DIM] of what
     ``solve`` wrote; ``states`` float32 [VALUE_HEADS, KEY_DIM, VALUE_DIM], of one sequence, goes on."""
@@ -136,12 +137,12 @@ def scan(
     for chunk in range(chunks):
         place = (head * chunks + chunk).to(tl.int64) * CHUNK + row[:, None]
         change = tl.load(changes + place * VALUE_DIM + to[None, :], inside, 0.0)
-        change -= _dot(tl.load(reads + place * KEY_DIM + at[None, :], wide, 0.0), memory, TWIN)
-        y = _dot(tl.load(queries + place * KEY_DIM + at[None, :], wide, 0.0), memory, TWIN)
-        y += _dot(tl.load(seen + place * CHUNK + row[None, :]), change, TWIN)
+        change -= _dot(tl.load(reads + place * KEY_DIM + at[None, :], wide, 0.0), memory, PLAIN)
+        y = _dot(tl.load(queries + place * KEY_DIM + at[None, :], wide, 0.0), memory, PLAIN)
+        y += _dot(tl.load(seen + place * CHUNK + row[None, :]), change, PLAIN)
         token = (chunk * CHUNK + row)[:, None]
         target = out + (token.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + to[None, :]
         tl.store(target, y, (token < count) & inside)
         key = tl.load(keys + place * KEY_DIM + at[None, :], wide, 0.0)
-        memory = memory * tl.load(fades + head * chunks + chunk) + _dot(tl.trans(key), change, TWIN)
+        memory = memory * tl.load(fades + head * chunks + chunk) + _dot(tl.trans(key), change, PLAIN)
     tl.store(memory_at, memory, corner)

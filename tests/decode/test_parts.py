@@ -88,17 +88,24 @@ def test_attention_of_pieces(window: int, sinks: bool, generator: torch.Generato
     assert error(got.double(), wanted) < 1e-5
 
 
+# On a GPU the sizes of the models that there are too, for which it takes other instructions.
+DIMS = [(16, 24), (128, 128)] if DEVICE == "cuda" else [(16, 24)]
+
+
+@pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("hard", [False, True])
-def test_recurrence_of_pieces(hard: bool, generator: torch.Generator) -> None:
+def test_recurrence_of_pieces(hard: bool, dims: tuple[int, int], generator: torch.Generator) -> None:
     """``hard``: keys all alike, and nothing fades: the powers of a chunk's system are then huge."""
-    shape = DeltaShape(2, 4, 16, 24, 4)
+    keys, values = dims
+    shape = DeltaShape(2, 4, keys, values, 4)
     a, b = (torch.randn(72, 4, generator=generator) for _ in range(2))
     qkv = torch.randn(72, shape.channels, generator=generator)
     conv = torch.randn(shape.channels, 4, generator=generator)
     if hard:
-        a, b, qkv[:, 32:64], conv = a - 30, b + 6, qkv[:1, 32:64], conv.abs()
+        alike = slice(2 * keys, 4 * keys)
+        a, b, qkv[:, alike], conv = a - 30, b + 6, qkv[:1, alike], conv.abs()
     weights = DeltaWeights(
-        *(part.to(DEVICE) for part in (conv, torch.rand(4), torch.rand(4), torch.ones(24))), 1e-6
+        *(part.to(DEVICE) for part in (conv, torch.rand(4), torch.rand(4), torch.ones(values))), 1e-6
     )
     state = DeltaState(shape, 2, DEVICE)
     got = []
@@ -109,9 +116,8 @@ def test_recurrence_of_pieces(hard: bool, generator: torch.Generator) -> None:
 
     padded = nn.functional.pad(qkv.double(), (0, 0, 3, 0))
     acted = nn.functional.silu(sum(padded[tap : tap + 72] * conv[:, tap].double() for tap in range(4)))  # type: ignore[arg-type]
-    q, k, v = (
-        part.view(72, -1, dim) for part, dim in zip(acted.split([32, 32, 96], 1), (16, 16, 24), strict=True)
-    )
+    parts = acted.split([2 * keys, 2 * keys, 4 * values], 1)
+    q, k, v = (part.view(72, -1, dim) for part, dim in zip(parts, (keys, keys, values), strict=True))
     q, k = (
         (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(2, 1)
         for part in (q, k)
@@ -120,12 +126,12 @@ def test_recurrence_of_pieces(hard: bool, generator: torch.Generator) -> None:
         -weights.a_log.double().cpu().exp()
         * nn.functional.softplus(a.double() + weights.dt_bias.double().cpu())
     )
-    memory, wanted = torch.zeros(4, 16, 24, dtype=torch.float64), []
+    memory, wanted = torch.zeros(4, keys, values, dtype=torch.float64), []
     for time in range(72):
         memory = memory * fade[time][:, None, None]
         change = (v[time] - (memory * k[time][:, :, None]).sum(1)) * torch.sigmoid(b[time].double())[:, None]
         memory = memory + k[time][:, :, None] * change[:, None]
-        wanted.append((memory * q[time][:, :, None]).sum(1) / 4)
+        wanted.append((memory * q[time][:, :, None]).sum(1) * keys**-0.5)
     assert error(torch.cat(got).double().cpu(), torch.stack(wanted)) < 1e-4
     assert error(state.states[1].double().cpu(), memory) < 1e-4
     assert not state.states[0].any()
