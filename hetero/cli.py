@@ -268,6 +268,8 @@ def run(
             return
         result = terminal.stream_answer(engine, request)
         terminal.note(terminal.summary(result))
+        if loaded.runnable.runner is not None:
+            terminal.note(terminal.tiers(loaded.runnable.runner.reads()))
     if result.finish_reason == "cancelled":
         raise typer.Exit(130)
 

@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +110,16 @@ def summary(result: Result) -> str:
     )
 
 
+def tiers(reads: Mapping[str, tuple[int, int]]) -> str:
+    """Where the experts of decode steps were, in a line; ``reads`` as ``GpuRunner.reads`` tells."""
+    total = sum(count for count, _ in reads.values())
+    if not total:
+        return "[experts: none]"
+    words = {"gpu": "in GPU memory", "pcie": "read over the bus", "cpu": "computed by the CPU"}
+    parts = (f"{reads[tier][0] / total:.0%} {text}" for tier, text in words.items())
+    return f"[experts: {', '.join(parts)}]"
+
+
 def result_json(loaded: Loaded, result: Result) -> str:
     """One object on one line, for machines."""
     times = result.timings
@@ -133,6 +143,9 @@ def result_json(loaded: Loaded, result: Result) -> str:
         "rules": {"file": loaded.rules, "variables": dict(loaded.placement.ruleset.variables)},
         "seed": result.seed,
     }
+    if loaded.runnable.runner is not None:
+        reads = loaded.runnable.runner.reads()
+        body["experts"] = {tier: {"count": count, "bytes": size} for tier, (count, size) in reads.items()}
     return json.dumps(body)
 
 

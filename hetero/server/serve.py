@@ -144,13 +144,21 @@ def _weights(loaded: Loaded) -> dict[str, int]:
     sizes = {"cpu": loaded.expert_bytes, "gpu": 0}
     if tiered := disk_experts(loaded.runnable.model):
         sizes["disk"] = sum(experts.disk_nbytes for experts in tiered)
-    for weight in loaded.runnable.model.parameters():
+    runner = loaded.runnable.runner
+    model = loaded.runnable.model
+    # Packed linear layers are buffers; in fused layers several share one.
+    held = [*model.parameters(), *(() if runner is None else model.buffers())]
+    for weight in {weight.data_ptr(): weight for weight in held}.values():
         sizes["cpu" if weight.device.type == "cpu" else "gpu"] += weight.numel() * weight.element_size()
+    if runner is not None:
+        sizes["gpu"] += sum(experts.nbytes for experts in runner.experts)
     return sizes
 
 
 def _expert_reads(loaded: Loaded) -> Callable[[], dict[str, tuple[int, int]]]:
     """What asks all operators how many experts, and bytes of them, steps have read."""
+    if loaded.runnable.runner is not None:
+        return loaded.runnable.runner.reads
     operators = [op for op in loaded.runnable.model.modules() if isinstance(op, CpuExpertsOp)]
     tiered = disk_experts(loaded.runnable.model)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hetero.engine.handoff import HandoffError
 from hetero.engine.request import Request, Result
 from hetero.engine.sample import SamplingParams, Scored
 from hetero.engine.scheduler import Scheduler
+from hetero.terminal import tiers
 from tests.engine.paged import VOCAB, PagedDecoder, greedy, logits_of
 
 CONTEXT = 80
@@ -101,6 +103,27 @@ def test_embeddings_of_n_grams_follow_each_row() -> None:
     runner.step([(second, 9)])
     runner.step([(second, 8), (first, 7)])
     assert decoder_of(runner).grams == [[9, 8], [*prompt[-15:], 7]]
+
+
+class Counted:
+    """Experts that only tell."""
+
+    nbytes, expert_bytes = 0, 10
+
+    def counts(self) -> Any:
+        return SimpleNamespace(gpu=6, pcie=3, cpu=1)
+
+    def forget(self) -> None:
+        pass
+
+
+def test_what_is_told_of_the_experts() -> None:
+    decoder = PagedDecoder(1, CONTEXT)
+    runner = GpuRunner(decoder, [Counted(), Counted()], handoff=None, slots=1, context=CONTEXT)
+    assert runner.reads() == {"gpu": (12, 120), "pcie": (6, 60), "cpu": (2, 20)}
+    told = "[experts: 60% in GPU memory, 30% read over the bus, 10% computed by the CPU]"
+    assert tiers(runner.reads()) == told
+    assert tiers(runner_of().reads()) == "[experts: none]"
 
 
 def test_slots_and_pages_run_out() -> None:

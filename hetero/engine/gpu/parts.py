@@ -8,12 +8,30 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
+class Counts(Protocol):
+    """Experts of decode steps so far, each once a step, by who computed it from where."""
+
+    @property
+    def gpu(self) -> int: ...
+    @property
+    def pcie(self) -> int: ...
+    @property
+    def cpu(self) -> int: ...
+
+
 class Experts(Protocol):
     """Routed experts of one layer, as far as the runner is concerned; ``hybrid.HybridExperts``."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of GPU memory that they hold."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert."""
+
+    def counts(self) -> Counts:
+        """Waits for the device."""
 
     def forget(self) -> None:
         """A recording was given up: what was submitted will not be collected."""

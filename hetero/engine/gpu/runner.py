@@ -246,6 +246,18 @@ class GpuRunner:
         """Of the hand-off in the last step."""
         return None if self.handoff is None else self.handoff.totals(LANE)
 
+    def reads(self) -> dict[str, tuple[int, int]]:
+        """(experts, bytes of them) of decode steps so far: found in GPU memory ("gpu"), read over the bus by
+        the GPU ("pcie"), computed by the CPU ("cpu"). Waits for the device; from any thread."""
+        found = dict.fromkeys(("gpu", "pcie", "cpu"), (0, 0))
+        for one in self.experts:
+            counts = one.counts()
+            for tier in found:
+                count, nbytes = found[tier]
+                more: int = getattr(counts, tier)
+                found[tier] = count + more, nbytes + more * one.expert_bytes
+        return found
+
     @property
     def vram_bytes(self) -> int:
         """GPU memory that torch has taken for this process; 0 on the CPU."""

@@ -174,6 +174,11 @@ class HybridExperts:
         """Bytes of GPU memory of this layer; what layers share counts there."""
         return self.cache.nbytes
 
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert."""
+        return self.experts.whole_bytes
+
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Starts the CPU's share, and tells who computes what: x bf16 [R, hidden], ids int64 [R, k], weights
         float32 [R, k]; R at most 16. ids outside [0, experts) contribute nothing."""
