@@ -26,7 +26,7 @@ import hetero
 from hetero.core import ExpertSpec
 from hetero.formats import BLOCK_ROWS, Format, packed_bytes, parse_format
 from hetero.hw.cpu import identity
-from hetero.ops.gpu import attention, delta, fused, launch, mix, route
+from hetero.ops.gpu import attention, delta, fused, indexer, launch, mix, route
 from hetero.ops.gpu.tuning import Cut
 
 CACHE = 150 << 20  # bytes of weights that take turns: three times the L2 of an H200
@@ -158,6 +158,38 @@ def attention_case(s: Setting, rows: int, context: int, fmt: Format) -> Case:
     return Case(f"attention_rows context {context} rows {rows}", nbytes, make, sweep)
 
 
+def indexed_case(s: Setting, rows: int, context: int, fmt: Format) -> Case:
+    """Attention that reads chosen blocks, with the choice."""
+    heads, kv_heads, dim = s["num_attention_heads"], s["num_key_value_heads"], s["head_dim"]
+    shape = attention.AttentionShape(heads, kv_heads, dim, dim // 4, gated=True, norm_offset=1.0)
+    ratio, budget = s["indexer_compress_ratio"], s["indexer_budget"]
+    chooser = indexer.IndexerShape(s["indexer_n_heads"], s["indexer_head_dim"], ratio, budget // ratio)
+    page = 16
+    each = -(-context // page)
+    pages = torch.randperm(rows * each, device=DEVICE).int().view(rows, each)
+    where = pages, torch.arange(rows, device=DEVICE), torch.full((rows,), context - 1, device=DEVICE)
+    q = torch.randn(rows, 2 * heads * dim, device=DEVICE).bfloat16()
+    k, v = (torch.randn(rows, kv_heads * dim, device=DEVICE).bfloat16() for _ in range(2))
+    qk = torch.randn(rows, (chooser.heads + 1) * chooser.dim, device=DEVICE).bfloat16()
+    norm, index_norm = torch.zeros(dim, device=DEVICE), torch.zeros(chooser.dim, device=DEVICE)
+    weights = attention.AttentionWeights(torch.rand(dim // 8, device=DEVICE), 1.0, norm, norm)
+
+    def make() -> Call:
+        cache = attention.PagedKeys(shape, rows * each, page, torch.bfloat16, DEVICE)
+        keys = indexer.IndexKeys(chooser, rows, (rows * each, page), torch.bfloat16, DEVICE)
+        keys.blocks.normal_()
+        norms = indexer.IndexerWeights(index_norm, index_norm, 1e-6)
+        parts = (shape, weights, cache), (chooser, norms, keys)
+        return lambda: indexer.indexed_attention_rows(fmt, *parts, (q, k, v, qk), where)
+
+    sweep: list[Setting] = [{"indexer._PARTS": (parts, 2)} for parts in (16, 32, 64, 128)]
+    sweep += [{"indexer._SCORE_PARTS": (parts, 2)} for parts in (64, 128, 256, 512)]
+    sweep += [{"indexer._SELECT_CHUNK": chunk} for chunk in (1024, 2048, 4096)]
+    read = min(context, budget + ratio - 1) * kv_heads * dim * 4
+    read += context // ratio * chooser.dim * 2 if context // ratio > chooser.top else 0
+    return Case(f"indexed_attention_rows context {context} rows {rows}", rows * read, make, sweep)
+
+
 def always(cut: Cut, *_: object) -> Cut:
     return cut
 
@@ -227,11 +259,15 @@ def cases(s: Setting, rows: int, context: int, current: Setting) -> Iterator[Cas
         yield mix_case(s, rows, int8)
     yield delta_case(s, rows)
     yield attention_case(s, rows, context, int8)
+    if "indexer_budget" in s:
+        for length in dict.fromkeys((context, 8192, 131072)):
+            yield indexed_case(s, rows, length, int8)
     yield experts_case(s, rows, int4)
     yield from small_cases(s, rows, int8)
 
 
-MODULES = {module.__name__.rpartition(".")[2]: module for module in (attention, delta, launch, mix, route)}
+_OWNERS = attention, delta, indexer, launch, mix, route
+MODULES = {module.__name__.rpartition(".")[2]: module for module in _OWNERS}
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from hetero.ops.gpu.fused import Rows
 
 # Programs that share a row's tokens, and its blocks; the interpreter runs them one by one.
 _PARTS, _CHUNK = (64, 2), 32
-_SCORE_PARTS, _SCORE_CHUNK = (64, 2), 32
+_SCORE_PARTS, _SCORE_CHUNK = (256, 2), 32
 _SELECT_CHUNK = 2048
 
 
