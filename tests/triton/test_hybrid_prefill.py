@@ -118,6 +118,21 @@ def test_two_chunks_at_once(generator: torch.Generator, monkeypatch: pytest.Monk
         assert relative(one.collect(), reference.forward(*inputs)) < 2e-2
 
 
+@pytest.mark.parametrize("slots", [0, 3])
+def test_chunks_that_take_turns_over_layers(slots: int, generator: torch.Generator) -> None:
+    """Each begins a layer before the other has ended it. What was sent ahead for one lies where the other's
+    few experts come."""
+    hybrids, exact = layers(2, slots, generator)
+    hybrids[0].shared.prefiller.strategy = "stream"
+    for hybrid, reference in zip(hybrids, exact, strict=True):
+        given = [chunk(generator) for _ in range(2)]
+        given[1][1].fill_(SPEC.num_experts - 1)[:, 1:] = -1
+        begun = [hybrid.prefill_submit(*(part.to(DEVICE) for part in one)) for one in given]
+        for one, inputs in zip(begun, given, strict=True):
+            assert relative(one.collect(), reference.forward(*inputs)) < 6e-3
+    assert hybrids[0].shared.prefiller._sent == {}
+
+
 def test_the_cpu_alone(generator: torch.Generator) -> None:
     experts = fill(CpuExperts(SPEC, parse_format("f32")), random_weights(SPEC, generator))
     hybrid = HybridExperts(experts, 0, DirectPort([experts], 1, DEVICE), HybridShared(DEVICE))

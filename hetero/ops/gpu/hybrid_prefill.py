@@ -196,6 +196,8 @@ class Prefiller:
         looked = [uses.int(), cache.slot_of, *([following.cache.slot_of] if following else [])]
         rows, slot_of, next_slot_of = _thirds(torch.cat(looked).cpu().numpy().astype(np.int64), experts)
         sent = self._sent.pop(layer.layer, [])
+        # Sent ahead for a later layer by a chunk that takes turns with this one, which needs their buffers.
+        self._sent.clear()
         rates = replace(self.rates, cpu=tuple((n, speed / self._scale) for n, speed in self.rates.cpu))
         split = split_chunk(
             rows,
