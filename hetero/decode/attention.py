@@ -73,8 +73,9 @@ class AttentionMixer:
         gate: Tensor | None = None
         if shape.gated:
             q, gate = q.view(count, shape.q_heads, 2 * shape.dim).chunk(2, 2)
-        q = rotated(shape, self.weights, q, self.weights.q_norm, chunk.start)
-        k = rotated(shape, self.weights, k, self.weights.k_norm, chunk.start)
+        dtype = self.cache.keys.dtype
+        q = rotated(shape, self.weights, q, self.weights.q_norm, chunk.start, dtype=dtype)
+        k = rotated(shape, self.weights, k, self.weights.k_norm, chunk.start, dtype=dtype)
         y = attend(shape, self.weights, self.cache, (q, k, v), chunk)
         y = y.reshape(count, -1) if gate is None else sigmoid_gated_rows(VALUES, y.contiguous(), gate).q
         return self._out.many(y.to(x.dtype))[0]

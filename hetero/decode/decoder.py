@@ -57,6 +57,7 @@ class Decoder:
             most if pages is None else pages,
         )
         self._embedding = Embedding(text.embed_tokens.weight, build.device)
+        text.embed_tokens.weight.data = self._embedding.table  # not twice in memory
         self._dtype = build.dtype
         self._family = family_of(build)
         self._layers: list[Layer] = []

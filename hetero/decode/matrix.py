@@ -61,6 +61,9 @@ class Projection:
             quantised and any(matrix.n % BLOCK_ROWS for matrix in matrices[:-1])
         ):
             whole = matrices[0] if len(matrices) == 1 else PackedMatrix.concat(matrices)
+            for part, matrix in parts:
+                if isinstance(part.source, nn.Parameter) and matrix.owners:
+                    part.source.data = matrix.owners[0][0].weight.data  # type: ignore[assignment, union-attr]
         else:
             whole = gathered(matrices, [part.order for part, _ in parts])
             for part, _ in parts:
@@ -139,4 +142,6 @@ def _release(source: Any) -> None:
     if isinstance(source, PackedLinear):
         source.packed = torch.empty_like(source.packed[:0])
     elif isinstance(source, nn.Linear):
-        source.weight.data = torch.empty_like(source.weight.data[:0])
+        _release(source.weight)
+    elif isinstance(source, nn.Parameter):
+        source.data = torch.empty_like(source.data[:0])

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
-from torch.nn.functional import rms_norm
 from torch.nn.functional import scaled_dot_product_attention as attention
 
+from hetero.decode import rotate_kernels
 from hetero.decode.inputs import Chunk
 from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys
 
 # Queries that are scored at once where a mask or sinks are needed, so that scores stay small.
 _QUERIES = 512
+_ROWS = 8  # tokens of a program that rotates
 
 
 def rotated(
-    shape: AttentionShape, weights: AttentionWeights, x: Tensor, norm: Tensor | None, start: int
+    shape: AttentionShape,
+    weights: AttentionWeights,
+    x: Tensor,
+    norm: Tensor | None,
+    start: int,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Queries or keys [T, heads, dim] of positions from ``start`` on, normed and rotated, float32."""
-    x = x.float()
-    if shape.norm_offset is not None and norm is not None:
-        x = rms_norm(x, (shape.dim,), norm.float() + shape.norm_offset, weights.eps)
-    positions = torch.arange(start, start + x.shape[0], device=x.device, dtype=torch.float32)
-    angles = (positions[:, None] * weights.inverse_frequencies).unsqueeze(1)
-    half = shape.rotary // 2
-    cosine, sine = angles.cos() * weights.rope_scale, angles.sin() * weights.rope_scale
-    first, second, rest = torch.split(x, [half, half, shape.dim - shape.rotary], 2)
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], 2)
+    """Queries or keys [T, heads, dim] of positions from ``start`` on, normed and rotated, in ``dtype``; rows
+    and heads of ``x`` may be any distance apart."""
+    count, heads, dim = x.shape
+    out = torch.empty(count, heads, dim, dtype=dtype, device=x.device)
+    normed = shape.norm_offset is not None and norm is not None
+    rotate_kernels.rotate[(-(-count // _ROWS), heads)](
+        x, norm if normed else x, weights.inverse_frequencies, out, count, start, x.stride(0), x.stride(1),
+        weights.eps, weights.rope_scale, HEADS=heads, DIM=dim, WIDTH=triton.next_power_of_2(dim),
+        ROTARY=shape.rotary, ROWS=_ROWS, HAS_NORM=normed, NORM_OFFSET=shape.norm_offset or 0.0,
+    )  # fmt: skip
+    return out
 
 
 def attend(

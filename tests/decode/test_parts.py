@@ -62,6 +62,25 @@ def test_layers_of_one_input(formats: str, generator: torch.Generator) -> None:
     assert error(torch.cat(many, 1).double().cpu(), wanted) < (6e-3 if "int" in formats else 1e-5)
 
 
+def test_weights_are_in_memory_once(generator: torch.Generator) -> None:
+    """What is joined is part of the whole, what is put into another order is gone."""
+    one, weight = linear(16, 64, "bf16", generator)
+    packed, _ = linear(32, 64, "int8", generator)
+    turned, _ = linear(32, 64, "int8", generator)
+    bare = nn.Parameter(torch.randn(8, 64, generator=generator).bfloat16().to(DEVICE), requires_grad=False)
+    before = bare.clone()
+    floats, codes = Projection(Part(one, (16,)), Part(bare, (8,))), Projection(Part(packed, (32,)))
+    (whole,) = floats.matrices
+    assert torch.equal(bare, before)
+    assert torch.equal(one.weight.double().cpu(), weight[:, :-1])
+    assert {t.untyped_storage().data_ptr() for t in (one.weight, bare)} == {
+        whole.packed.untyped_storage().data_ptr()
+    }
+    assert codes.matrices[0].packed.data_ptr() == packed.packed.data_ptr()
+    Projection(Part(turned, (32,), torch.arange(31, -1, -1)))
+    assert turned.packed.untyped_storage().nbytes() == 0
+
+
 @pytest.mark.parametrize(("window", "sinks"), [(0, False), (5, False), (0, True), (20, True)])
 def test_attention_of_pieces(window: int, sinks: bool, generator: torch.Generator) -> None:
     shape = AttentionShape(4, 2, 16, 8, window=window)
