@@ -63,7 +63,7 @@ class Projection:
             whole = matrices[0] if len(matrices) == 1 else PackedMatrix.concat(matrices)
             for part, matrix in parts:
                 if isinstance(part.source, nn.Parameter) and matrix.owners:
-                    part.source.data = matrix.owners[0][0].weight.data  # type: ignore[assignment, union-attr]
+                    part.source.data = matrix.owners[0][0].weight.data  # type: ignore[assignment]
         else:
             whole = gathered(matrices, [part.order for part, _ in parts])
             for part, _ in parts:
