@@ -28,6 +28,10 @@ TRACKS = ("step", "prefill", OTHER_HALF, "gpu", "gpu experts", "pcie", "pcie in 
 """Rows of the viewer: lanes, and what may go on beside the rest of its lane, only where there is some."""
 
 
+MOST = 400_000
+"""Spans of a file, which a viewer should open; some 60 MB."""
+
+
 def track_of(span: Span) -> str:
     """The row that a span is shown in."""
     if span.lane == "choice":
@@ -38,9 +42,16 @@ def track_of(span: Span) -> str:
 def chrome_trace(spans: Sequence[Span], since: int = 0) -> dict[str, Any]:
     """The object that chrome://tracing and Perfetto read: a thread a track, times in microseconds.
 
-    Holds the whole steps of ``spans``, which were asked from ``since``.
+    Holds the whole steps of ``spans``, which were asked from ``since``; the summary is of all of them, and
+    the last ones are shown, of ``MOST`` spans together.
     """
     steps = whole_steps(spans, since)
+    every, room = steps, MOST
+    for place in range(len(steps) - 1, -1, -1):
+        room -= 1 + len(steps[place].parts)
+        if room < 0:
+            steps = steps[place + 1 :]
+            break
     origin = min((part.start for step in steps for part in (step.span, *step.parts)), default=0)
     shown = [(span, track) for step in steps for span, track in _tracks(step)]
     used = {track for _, track in shown}
@@ -71,7 +82,12 @@ def chrome_trace(spans: Sequence[Span], since: int = 0) -> dict[str, Any]:
     return {
         "traceEvents": named + events,
         "displayTimeUnit": "ms",
-        "otherData": {"events_overwritten": lost, **summarise(steps).as_dict(), **_summaries(steps)},
+        "otherData": {
+            "events_overwritten": lost,
+            "steps_not_shown": len(every) - len(steps),
+            **summarise(every).as_dict(),
+            **_summaries(every),
+        },
     }
 
 

@@ -110,6 +110,21 @@ def test_a_full_tape_keeps_what_it_has(caplog: pytest.LogCaptureFixture) -> None
         assert [span.name for span in recorder.spans(since)] == [MIXER]
 
 
+def test_what_no_stream_has_come_to_is_left_out() -> None:
+    """Of a side stream that nobody has waited for, the stamps are missing when a step is told."""
+    tape = Stamps("cpu").tape()
+    with tape.recording():
+        start()
+        lap(MIXER)
+        lap(HEAD)
+        tape._device[2] = 0
+        tape.seal()
+    with recorder.recording():
+        since = recorder.next_number() + 1
+        tape.tell(1)
+        assert [span.name for span in recorder.spans(since)] == [MIXER]
+
+
 def test_tapes_within_each_other() -> None:
     """The inner one takes what is said within it, and the outer one goes on."""
     stamps = Stamps("cpu")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hetero import trace_file
 from hetero.overlap import HandOff, choices, hand_offs, overlap
 from hetero.trace import (
     DEFERRED,
@@ -156,6 +157,14 @@ def test_choices_of_prefills_are_told() -> None:
         "stream",
         "cpu",
     ]
+
+
+def test_a_file_shows_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_file, "MOST", 2 * 16 + 5)  # two steps of 16 spans, and not a third
+    body = chrome_trace([span for i in range(4) for span in step(i, 500 * i)])
+    shown = [event["name"] for event in body["traceEvents"] if event.get("cat") == "step"]
+    assert shown == ["step 2", "step 3"]
+    assert (body["otherData"]["steps_not_shown"], body["otherData"]["decode"]["steps"]) == (2, 4)
 
 
 def test_rows_of_the_viewer_do_not_overlap() -> None:

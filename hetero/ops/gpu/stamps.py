@@ -174,10 +174,11 @@ class Tape:
 
     @contextmanager
     def recording(self) -> Iterator[Tape]:
-        """Laps within it are of this tape, whose earlier ones are forgotten."""
+        """Laps within it are of this tape, whose earlier ones are forgotten. Not within a capture."""
         global _running  # noqa: PLW0603 - operators deep in a model ask for it
         before, _running = _running, self
         self.laps, self._last, self._used, self.layer = [], {}, 0, -1
+        self._device.zero_()
         try:
             yield self
         finally:
@@ -263,6 +264,8 @@ class Told:
 
     def spans(self, number: int, step: int) -> Iterator[Span]:
         for lap in self.laps:
+            if not self.times[lap.begin] or not self.times[lap.end]:
+                continue  # of a stream that nobody has waited for
             start, end = self.stamps.host(self.times[lap.begin]), self.stamps.host(self.times[lap.end])
             nbytes, experts = lap.nbytes, 0
             if lap.end in self.counts:
