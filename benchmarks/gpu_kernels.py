@@ -26,7 +26,7 @@ import hetero
 from hetero.core import ExpertSpec
 from hetero.formats import BLOCK_ROWS, Format, packed_bytes, parse_format
 from hetero.hw.cpu import identity
-from hetero.ops.gpu import attention, delta, fused, indexer, launch, mix, route
+from hetero.ops.gpu import attention, delta, fused, indexer, launch, mix, overlap, route
 from hetero.ops.gpu.tuning import Cut
 
 CACHE = 150 << 20  # bytes of weights that take turns: three times the L2 of an H200
@@ -324,6 +324,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--only", default="", help="kernels whose names begin with one of these, by commas")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--overlap", action="store_true", help="let a kernel begin before the last one ends")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -332,6 +333,7 @@ def main() -> None:
     path = Path(hetero.__file__).parent / "data" / "shapes" / f"{options.shape}.json"
     config = json.loads(path.read_text())
     sizes = config.get("text_config", config)
+    overlap.ENABLED = options.overlap
     results: list[Setting] = []
     current: Setting = {}
     for rows in map(int, options.rows.split(",")):

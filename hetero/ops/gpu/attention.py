@@ -11,6 +11,7 @@ from torch import Tensor
 from hetero.formats import ACT_GROUP, Format
 from hetero.ops.gpu import attention_kernels
 from hetero.ops.gpu.fused import Rows, empty_rows, plain_rows
+from hetero.ops.gpu.overlap import overlap
 
 # Parts of a sequence at most, tokens of a step of one; dimensions of a head that a program joins.
 _PARTS, _CHUNK, _WARPS, _WIDE = 64, 32, 4, 64
@@ -89,7 +90,7 @@ def attention_rows(  # noqa: PLR0917
         ROTARY=s.rotary, PAGE=cache.page, MOST_PAGES=pages.shape[1], HAS_NORM=normed,
         NORM_OFFSET=s.norm_offset or 0.0, WINDOW=s.window, PARTS=parts,
         GROUP=max(16, triton.next_power_of_2(s.q_heads // s.kv_heads)), CHUNK=_CHUNK,
-        EXACT=cache.keys.dtype == torch.float32, TWIN=twin, num_warps=_WARPS,
+        EXACT=cache.keys.dtype == torch.float32, TWIN=twin, num_warps=_WARPS, **overlap(device),
     )  # fmt: skip
     gate = torch.unflatten(q, 1, (s.q_heads, head_stride))[..., s.dim :] if s.gated else None
     return joined_rows(fmt, (sums, tops, totals), slots, gate, weights.sinks, dtype=q.dtype)
@@ -119,6 +120,7 @@ def joined_rows(
         sums, tops, totals, slots, opened, sums if sinks is None else sinks, made.q, *made, opened.stride(0),
         Q_HEADS=heads, DIM=dim, WIDTH=wide, PARTS=count, K_PAD=k_pad,
         GATE_STRIDE=0 if gate is None else gate.stride(1), HAS_SINKS=sinks is not None, QUANTISED=whole,
+        **overlap(sums.device),
     )  # fmt: skip
     return made if whole or not fmt.quantised else plain_rows(fmt, made.q)
 

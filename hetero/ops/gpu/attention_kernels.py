@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from hetero.ops.gpu.expert_kernels import ACT_GROUP, coded
+from hetero.ops.gpu.overlap_kernels import await_last, let_next
 
 NEVER = tl.constexpr(-1e30)  # a score that no softmax sees, and no infinity, whose difference is no number
 
@@ -60,7 +61,7 @@ def attend(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, MOST_PAGES: tl.constexpr,
     HAS_NORM: tl.constexpr, NORM_OFFSET: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, TWIN: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, TWIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (part, key and value head, row): the queries of one head's group against a part of its tokens.
 
@@ -76,6 +77,8 @@ def attend(
     weighed, of parts that have tokens. WIDTH: DIM as a power of two; GROUP: the queries of a head as one, 16
     at least, which tensor cores need.
     """
+    let_next(PDL)
+    await_last(PDL)
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + row)
     position = tl.load(positions + row)
@@ -146,7 +149,7 @@ def attend(
 def combine(
     sums, tops, weights, slots, gate, sinks, out, codes, scales, gate_stride,
     Q_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, K_PAD: tl.constexpr,
-    GATE_STRIDE: tl.constexpr, HAS_SINKS: tl.constexpr, QUANTISED: tl.constexpr,
+    GATE_STRIDE: tl.constexpr, HAS_SINKS: tl.constexpr, QUANTISED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (WIDTH dimensions, query head or the row's padding after them, row): of ``out`` [T, Q_HEADS,
     DIM], or of its rows where QUANTISED, times sigmoid(gate) where GATE_STRIDE is not 0. Rows without a
@@ -155,6 +158,8 @@ def combine(
     ``gate`` [T, Q_HEADS, GATE_STRIDE], of which the first DIM count; ``sinks`` [Q_HEADS]: a score without a
     value. QUANTISED: DIM is a multiple of 32.
     """
+    let_next(PDL)
+    await_last(PDL)
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + row)
     at = chunk * WIDTH + tl.arange(0, WIDTH)

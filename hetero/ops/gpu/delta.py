@@ -11,6 +11,7 @@ from torch import Tensor
 from hetero.formats import Format
 from hetero.ops.gpu import delta_kernels
 from hetero.ops.gpu.fused import gated_norm_rows
+from hetero.ops.gpu.overlap import overlap
 
 _COLUMNS, _WARPS = 32, 4
 _VALUES = Format("bf16")
@@ -92,7 +93,7 @@ def delta_core(
         qkv, a, b, state.rings, state.states, slots, positions, weights.conv, weights.a_log, weights.dt_bias,
         out, qkv.stride(0), a.stride(0), b.stride(0), KEY_HEADS=s.key_heads, VALUE_HEADS=s.value_heads,
         KEY_DIM=s.key_dim, VALUE_DIM=s.value_dim, TAPS=s.taps, KEYS=triton.next_power_of_2(s.key_dim),
-        COLUMNS=columns, num_warps=_WARPS,
+        COLUMNS=columns, num_warps=_WARPS, **overlap(qkv.device),
     )  # fmt: skip
     return out
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hetero.ops.gpu.overlap_kernels import await_last, let_next
+
 # Added to the squares' sum of queries and keys, as transformers' modules do.
 L2_EPS = tl.constexpr(1e-6)
 
@@ -35,7 +37,7 @@ def delta_step(
     qkv, a, b, rings, states, slots, positions, conv_weight, a_log, dt_bias, out, qkv_stride, a_stride,
     b_stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TAPS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    TAPS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token of every row; program (COLUMNS of the values, value head, row). Several value heads share a
     key head, in order.
@@ -47,6 +49,7 @@ def delta_step(
     [T] of the tokens; ``out`` [T, VALUE_HEADS, VALUE_DIM], contiguous. KEYS: the keys' dimension as a power
     of two.
     """
+    let_next(PDL)
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + row)
     position = tl.load(positions + row)
@@ -54,6 +57,7 @@ def delta_step(
     values = to < VALUE_DIM
     out_at = out + (row * VALUE_HEADS + head) * VALUE_DIM + to
     if slot < 0:
+        await_last(PDL)
         tl.store(out_at, tl.zeros((COLUMNS,), out.dtype.element_ty), values)
     else:
         group: tl.constexpr = VALUE_HEADS // KEY_HEADS
@@ -65,7 +69,9 @@ def delta_step(
         inside = keys[:, None] & values[None, :]
         matrix = at[:, None] * VALUE_DIM + to[None, :]
         state_at = states + (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + matrix
+        # It was written in an earlier step, which no kernel of this one overtakes.
         state = tl.load(state_at, inside, 0.0)
+        await_last(PDL)
 
         key_channel = key_head * KEY_DIM + at
         query, new_query = _convolved(x, ring, conv_weight, key_channel, position, keys, TAPS)

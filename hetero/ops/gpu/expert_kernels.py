@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hetero.ops.gpu.overlap_kernels import await_last, let_next
+
 ACT_GROUP = tl.constexpr(32)
 ROWS = tl.constexpr(16)
 # Below it a group of activations counts as zeros, as in the extension.
@@ -46,9 +48,11 @@ def coded(value):
 
 
 @triton.jit
-def quantise_rows(x, q, scale, k, k_pad, stride, GROUPS: tl.constexpr):
+def quantise_rows(x, q, scale, k, k_pad, stride, GROUPS: tl.constexpr, PDL: tl.constexpr):
     """x [T, k], whose rows are ``stride`` apart, to q int8 [T, k_pad], zeros beyond k, and scale float32 [T,
     k_pad / 32]; program (row, GROUPS groups)."""
+    let_next(PDL)
+    await_last(PDL)
     row = tl.program_id(0)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * ACT_GROUP + tl.arange(0, ACT_GROUP)[None, :]
@@ -87,9 +91,11 @@ def step_dot(word, codes, step, here, FORMAT: tl.constexpr, ASM: tl.constexpr):
         high = tl.load(codes + 2 * step + 1, here, 0)
         ones = tl.full(low.shape, ONES, tl.int32)
         zero = 8 * (_dot4(ones, low, ASM) + _dot4(ones, high, ASM))
-        return _dot4(word & LOW_NIBBLES, low, ASM) + _dot4((word >> 4) & LOW_NIBBLES, high, ASM) - zero
-    code = tl.load(codes + step, here, 0)
-    return _dot4(word, code, ASM) - 128 * _dot4(tl.full(code.shape, ONES, tl.int32), code, ASM)
+        dot = _dot4(word & LOW_NIBBLES, low, ASM) + _dot4((word >> 4) & LOW_NIBBLES, high, ASM) - zero
+    else:
+        code = tl.load(codes + step, here, 0)
+        dot = _dot4(word, code, ASM) - 128 * _dot4(tl.full(code.shape, ONES, tl.int32), code, ASM)
+    return dot
 
 
 @triton.jit
@@ -101,9 +107,11 @@ def _weighed(word, scale, q, qs, step, here, FORMAT: tl.constexpr, ASM: tl.const
         even = (word << 16).to(tl.float32, bitcast=True)
         odd = (word & -65536).to(tl.float32, bitcast=True)
         y = even * tl.load(q + 2 * step, here, 0.0).to(tl.float32)
-        return y + odd * tl.load(q + 2 * step + 1, here, 0.0).to(tl.float32)
-    act_scale = tl.load(qs + step * per_step // ACT_GROUP, here, 0.0)
-    return step_dot(word, q, step, here, FORMAT, ASM).to(tl.float32) * (scale.to(tl.float32) * act_scale)
+        y += odd * tl.load(q + 2 * step + 1, here, 0.0).to(tl.float32)
+    else:
+        act_scale = tl.load(qs + step * per_step // ACT_GROUP, here, 0.0)
+        y = step_dot(word, q, step, here, FORMAT, ASM).to(tl.float32) * (scale.to(tl.float32) * act_scale)
+    return y
 
 
 @triton.jit
@@ -113,9 +121,11 @@ def _fetched(block, step, here, GROUP: tl.constexpr, SCALES_AT: tl.constexpr, FO
     row = tl.arange(0, ROWS)[None, :]
     word = tl.load(block.to(tl.pointer_type(tl.int32)) + step * ROWS + row, here, 0)
     if FORMAT == BF16:
-        return word, word
-    halves = (block + SCALES_AT).to(tl.pointer_type(tl.float16))
-    return word, tl.load(halves + step * per_step // GROUP * ROWS + row, here, 0.0)
+        scale = word
+    else:
+        halves = (block + SCALES_AT).to(tl.pointer_type(tl.float16))
+        scale = tl.load(halves + step * per_step // GROUP * ROWS + row, here, 0.0)
+    return word, scale
 
 
 @triton.jit

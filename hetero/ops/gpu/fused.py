@@ -19,6 +19,7 @@ from torch import Tensor
 from hetero.formats import ACT_GROUP, Format, padded_k
 from hetero.ops.gpu import expert_kernels, fused_kernels, linear_kernels
 from hetero.ops.gpu.matrix import PackedMatrix
+from hetero.ops.gpu.overlap import overlap
 from hetero.ops.gpu.tuning import DEPTH_OF_WARP, STEPS_OF_WARP, Cut, cut_of
 
 _MOST_ROWS = 4
@@ -55,7 +56,7 @@ def plain_rows(fmt: Format, x: Tensor) -> Rows:
     rows, k = x.shape
     made, k_pad = empty_rows(fmt, rows, k, x.dtype, x.device)
     expert_kernels.quantise_rows[(rows, -(-k_pad // ACT_GROUP // 4))](
-        x, made.q, made.scales, k, k_pad, x.stride(0), GROUPS=4, num_warps=1
+        x, made.q, made.scales, k, k_pad, x.stride(0), GROUPS=4, num_warps=1, **overlap(x.device)
     )
     return made
 
@@ -88,6 +89,7 @@ def norm_rows(  # noqa: PLR0917
         x.stride(0), *(part.stride(0) for part in parts),
         K=k, K_PAD=k_pad, GROUPS=groups, HAS_ADD=add is not None, HAS_SHARED=shared is not None,
         HAS_GATE=gate is not None, QUANTISED=fmt.quantised, num_warps=_warps(groups),
+        **overlap(x.device),
     )  # fmt: skip
     return Normed(made if fmt.quantised else Rows(normed, normed), normed, residual)
 
@@ -99,6 +101,7 @@ def swiglu_rows(fmt: Format, gate_up: Tensor, kind: int = expert_kernels.SILU.va
     fused_kernels.swiglu_rows[(rows, -(-k_pad // ACT_GROUP // 4))](
         gate_up, made.q, made.q, made.scales, gate_up.stride(0),
         K=k, K_PAD=k_pad, GROUPS=4, KIND=kind, QUANTISED=fmt.quantised, num_warps=1,
+        **overlap(gate_up.device),
     )  # fmt: skip
     return made
 
@@ -134,7 +137,7 @@ def _gated(
         y, gate, y if weight is None else weight, values, *target, eps,
         y.stride(0), gate.stride(0), gate.stride(1),
         HEADS=heads, DIM=dim, WIDTH=width, K_PAD=k_pad, NORM=weight is not None, SILU=silu, QUANTISED=whole,
-        num_warps=_warps(width // ACT_GROUP),
+        num_warps=_warps(width // ACT_GROUP), **overlap(y.device),
     )  # fmt: skip
     return plain_rows(fmt, values) if made is None else made
 
@@ -163,6 +166,7 @@ def project(
     few = (8 if count <= 8 else 16) if cut.stages else min(triton.next_power_of_2(count), _MOST_ROWS)
     grid = (-(-m.n // cut.outputs), -(-count // few))
     common: dict[str, Any] = {"HAS_BIAS": m.bias is not None, "COUNT": few, "num_warps": cut.warps, **sizes}
+    common |= overlap(out.device)
     if m.format.quantised and cut.stages:
         linear_kernels.project_packed_rows[grid](
             m.packed, rows.q, rows.scales, bias, out, count, GROUPS=cut.tiles, STAGES=cut.stages,

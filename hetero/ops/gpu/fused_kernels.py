@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from hetero.ops.gpu.expert_kernels import ACT_GROUP, _act, coded
+from hetero.ops.gpu.overlap_kernels import await_last, let_next
 
 
 @triton.jit
@@ -50,14 +51,16 @@ def norm_rows(
     x, add, shared, gate, weight, residual, normed, q, scales, eps, offset,
     x_stride, add_stride, shared_stride, gate_stride,
     K: tl.constexpr, K_PAD: tl.constexpr, GROUPS: tl.constexpr, HAS_ADD: tl.constexpr,
-    HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, QUANTISED: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, QUANTISED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row). ``residual`` and ``normed`` [T, K], contiguous; GROUPS of 32 as a power of two."""
+    let_next(PDL)
     row = tl.program_id(0)
     group = tl.arange(0, GROUPS)
     at = group[:, None] * ACT_GROUP + tl.arange(0, ACT_GROUP)[None, :]
     here = at < K
     scale = offset + tl.load(weight + at, here, 0.0).to(tl.float32)
+    await_last(PDL)
     value = tl.load(x + row * x_stride + at, here, 0.0).to(tl.float32)
     if HAS_ADD or HAS_SHARED:
         value = summed(
@@ -78,8 +81,11 @@ def norm_rows(
 def swiglu_rows(
     gate_up, values, q, scales, stride,
     K: tl.constexpr, K_PAD: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, QUANTISED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, GROUPS groups). ``gate_up`` [T, 2 * K]: gates, then what they act on."""
+    let_next(PDL)
+    await_last(PDL)
     row = tl.program_id(0)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * ACT_GROUP + tl.arange(0, ACT_GROUP)[None, :]
@@ -96,11 +102,13 @@ def swiglu_rows(
 def gated_rows(
     y, gate, weight, values, q, scales, eps, y_stride, gate_stride, head_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, K_PAD: tl.constexpr, NORM: tl.constexpr,
-    SILU: tl.constexpr, QUANTISED: tl.constexpr,
+    SILU: tl.constexpr, QUANTISED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (head, or the row's padding after them; row): ``y`` [T, HEADS, DIM], normed over DIM where
     NORM, times the sigmoid of ``gate`` [T, HEADS, DIM] (SILU: its silu). QUANTISED: DIM is a multiple of
     32."""
+    let_next(PDL)
+    await_last(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
     group = tl.arange(0, WIDTH // ACT_GROUP)
     at = group[:, None] * ACT_GROUP + tl.arange(0, ACT_GROUP)[None, :]

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from hetero.ops.gpu.expert_kernels import ACT_GROUP, INT4, ROWS, step_dot
 from hetero.ops.gpu.grouped_kernels import _decoded
+from hetero.ops.gpu.overlap_kernels import await_last, let_next
 
 
 @triton.jit
@@ -18,12 +19,13 @@ def project_packed(
     packed, q, qs, bias, out, rows,
     K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
     FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, COUNT: tl.constexpr, STEPS: tl.constexpr,
-    TILES: tl.constexpr, ASM: tl.constexpr,
+    TILES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [rows, N] of rows that ``expert_kernels.quantise_rows`` made; program (16 outputs, COUNT rows).
 
     TILES of STEPS of the block are on their way at once.
     """
+    let_next(PDL)
     block = tl.program_id(0)
     start = packed + block.to(tl.int64) * BLOCK_BYTES
     per_step: tl.constexpr = 8 if FORMAT == INT4 else 4
@@ -42,8 +44,7 @@ def project_packed(
             tiles = tiles + (tl.load(words + step * ROWS + lane, step < steps, 0),)
             at = halves + step * per_step // GROUP * ROWS + lane
             scales = scales + (tl.load(at, step < steps, 0.0),)
-        # Loads are not put off beyond it.
-        tl.debug_barrier()
+        await_last(PDL)
         for tile in tl.static_range(TILES):
             step = (begin + tile * STEPS + tl.arange(0, STEPS))[:, None]
             scale = scales[tile].to(tl.float32)
@@ -67,11 +68,12 @@ def project_packed(
 def project_plain(
     weight, x, bias, out, rows, stride,
     K: tl.constexpr, N: tl.constexpr, HAS_BIAS: tl.constexpr, COUNT: tl.constexpr, OUTPUTS: tl.constexpr,
-    DEPTH: tl.constexpr, TILES: tl.constexpr,
+    DEPTH: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [rows, N] of values x, whose rows are ``stride`` apart, by ``weight`` [N, K]; program (OUTPUTS,
     COUNT rows). TILES of DEPTH inputs are on their way at once; with DEPTH 256 times the number of warps
     every thread has its own inputs, of all outputs."""
+    let_next(PDL)
     first_row = tl.program_id(1) * COUNT
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     known = (output < N)[:, None]
@@ -84,8 +86,7 @@ def project_plain(
         for tile in tl.static_range(TILES):
             at = (begin + tile * DEPTH + tl.arange(0, DEPTH))[None, :]
             tiles = tiles + (tl.load(line + at, known & (at < K), 0.0),)
-        # Loads are not put off beyond it.
-        tl.debug_barrier()
+        await_last(PDL)
         for tile in tl.static_range(TILES):
             at = (begin + tile * DEPTH + tl.arange(0, DEPTH))[None, :]
             w = tiles[tile].to(tl.float32)
@@ -139,10 +140,12 @@ def project_packed_rows(
     packed, q, qs, bias, out, rows,
     K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
     FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, COUNT: tl.constexpr, GROUPS: tl.constexpr,
-    STAGES: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As ``project_packed``, on tensor cores: each group of 32 inputs is a product of its own, whose sums are
     exact; program (16 outputs, COUNT rows, 8 or 16). STAGES of GROUPS are on their way at once."""
+    let_next(PDL)
+    await_last(PDL)
     block, first_row = tl.program_id(0), tl.program_id(1) * COUNT
     start = packed + block.to(tl.int64) * BLOCK_BYTES
     halves = (start + SCALES_AT).to(tl.pointer_type(tl.float16))
@@ -185,10 +188,12 @@ def project_packed_rows(
 def project_plain_rows(
     weight, x, bias, out, rows, stride,
     K: tl.constexpr, N: tl.constexpr, HAS_BIAS: tl.constexpr, COUNT: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, TWIN: tl.constexpr,
+    STAGES: tl.constexpr, TWIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As ``project_plain`` of bf16, on tensor cores: PARTS of 64 inputs are products of their own; program
     (16 outputs, COUNT rows, 8 or 16). STAGES of PARTS are on their way at once."""
+    let_next(PDL)
+    await_last(PDL)
     depth: tl.constexpr = 64
     first_row = tl.program_id(1) * COUNT
     row = first_row + tl.arange(0, COUNT)

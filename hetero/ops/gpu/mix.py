@@ -12,6 +12,7 @@ from torch import Tensor
 from hetero.formats import Format
 from hetero.ops.gpu import mix_kernels
 from hetero.ops.gpu.fused import Rows, empty_rows
+from hetero.ops.gpu.overlap import overlap
 
 # Of the first kernel: outputs of a program, inputs of a step; of the second: outputs, a whole number of
 # groups, and inputs. Of both: rows.
@@ -73,6 +74,7 @@ def mix_rows(
     count, rows, device = weights.count, streams.shape[0], streams.device
     hidden, outputs = streams.shape[1] // count, weights.down.shape[0]
     sizes: dict[str, Any] = {"COUNT": count, "HIDDEN": hidden, "OUTPUTS": outputs}
+    sizes |= overlap(device)
     sizes["ROWS"] = few = min(triton.next_power_of_2(rows), _MOST_ROWS)
     norms, given = torch.empty(2, rows, count, dtype=torch.float32, device=device)
     parts = torch.empty(count, rows, outputs, dtype=torch.float32, device=device)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from hetero.ops.gpu.expert_kernels import ACT_GROUP, coded
+from hetero.ops.gpu.overlap_kernels import await_last, let_next
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def project(
     rows, eps,
     COUNT: tl.constexpr, HIDDEN: tl.constexpr, OUTPUTS: tl.constexpr, HAS_OUT: tl.constexpr,
     HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, LINES: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (LINES outputs, stream, ROWS rows): ``parts`` float32 [COUNT, T, OUTPUTS], which summed over
     the streams are the projections by ``weight`` [OUTPUTS, COUNT * HIDDEN] of the streams, each by its own
@@ -46,23 +47,25 @@ def project(
     float32 [T, COUNT] is added first, and the sum goes to ``new_streams``, since other programs still read
     the old one. ``sizes`` float32 [T, COUNT]: what each stream is multiplied by.
     """
+    let_next(PDL)
     chunk, stream = tl.program_id(0), tl.program_id(1)
     row = (tl.program_id(2) * ROWS + tl.arange(0, ROWS))[:, None, None]
     line = chunk * LINES + tl.arange(0, LINES)
     start = weight + line.to(tl.int64)[None, :, None] * (COUNT * HIDDEN) + stream * HIDDEN
     total = tl.zeros((ROWS, LINES, DEPTH), tl.float32)
     squares = tl.zeros((ROWS, 1, DEPTH), tl.float32)
-    if HAS_OUT:
-        amount = tl.load(inject + row * COUNT + stream, row < rows, 0.0)
     # Everything is on its way before anything waits.
     ws, xs, norms = (), (), ()
     for first in tl.static_range(0, HIDDEN, DEPTH):
         at = (first + tl.arange(0, DEPTH))[None, None, :]
         ws = ws + (tl.load(start + at, (at < HIDDEN) & (line < OUTPUTS)[None, :, None], 0.0),)
+        norms = norms + (tl.load(norm_weight + stream * HIDDEN + at, at < HIDDEN, 0.0),)
+    await_last(PDL)
+    if HAS_OUT:
+        amount = tl.load(inject + row * COUNT + stream, row < rows, 0.0)
     for first in tl.static_range(0, HIDDEN, DEPTH):
         at = (first + tl.arange(0, DEPTH))[None, None, :]
         here = (at < HIDDEN) & (row < rows)
-        norms = norms + (tl.load(norm_weight + stream * HIDDEN + at, at < HIDDEN, 0.0),)
         x = tl.load(streams + (row * COUNT + stream) * HIDDEN + at, here, 0.0)
         if HAS_OUT:
             y = block_output(
@@ -102,7 +105,7 @@ def mix(
     new_streams, sizes, norm_weight, parts, weight, streams, out, inject, codes, scales, rows,
     COUNT: tl.constexpr, STREAMS: tl.constexpr, HIDDEN: tl.constexpr, RANK: tl.constexpr,
     OUTPUTS: tl.constexpr, K_PAD: tl.constexpr, HAS_OUT: tl.constexpr, QUANTISED: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (COLUMNS outputs, ROWS rows): ``out`` [T, HIDDEN], the mean of the normed streams, each weighed
     by the sigmoid of the projection by ``weight`` [COUNT * HIDDEN, RANK] of the silu of what ``project`` left
@@ -110,6 +113,7 @@ def mix(
 
     ``new_streams`` is kept in ``streams`` where HAS_OUT. STREAMS: COUNT as a power of two.
     """
+    let_next(PDL)
     begin = tl.program_id(0) * COLUMNS
     first_row = tl.program_id(1) * ROWS
     each = tl.arange(0, STREAMS * COLUMNS)
@@ -123,8 +127,7 @@ def mix(
     for first in tl.static_range(0, RANK, DEPTH):
         at = (first + tl.arange(0, DEPTH))[None, None, :]
         ws = ws + (tl.load(start + at, known[None, :, None] & (at < RANK), 0.0),)
-    # Loads are not put off beyond it.
-    tl.debug_barrier()
+    await_last(PDL)
     for first in tl.static_range(0, RANK, DEPTH):
         at = (first + tl.arange(0, DEPTH))[None, None, :]
         low = _joined(parts, row, rows, at, (row < rows) & (at < RANK), COUNT, OUTPUTS)

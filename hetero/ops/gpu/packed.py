@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hetero.formats import ACT_GROUP, BLOCK_ROWS, Format, block_bytes, padded_k
 from hetero.ops.gpu import expert_kernels
+from hetero.ops.gpu.overlap import overlap
 
 _CODE_BITS = {"bf16": 16, "int8": 8, "int4": 4}
 
@@ -37,6 +38,6 @@ def quantised_rows(fmt: Format, x: Tensor, k_pad: int) -> tuple[Tensor, Tensor]:
     q = torch.empty(rows, k_pad, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, k_pad // ACT_GROUP, dtype=torch.float32, device=x.device)
     expert_kernels.quantise_rows[(rows, -(-k_pad // ACT_GROUP // 4))](
-        x, q, scales, k, k_pad, x.stride(0), GROUPS=4
+        x, q, scales, k, k_pad, x.stride(0), GROUPS=4, **overlap(x.device)
     )
     return q.view(torch.int32), scales

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from hetero.ops.gpu import route_kernels
+from hetero.ops.gpu.overlap import overlap
 
 _CHUNK = 2048
 
@@ -34,7 +35,7 @@ def route(
         EXPERTS=experts, WIDTH=width, TOP=top_k, PLACES=triton.next_power_of_2(top_k), SIGMOID=sigmoid,
         HAS_BIAS=bias is not None, HAS_SLOTS=slots is not None, NORM=norm,
         # Within one warp a choice needs no barrier.
-        num_warps=1 if width <= 512 else 4,
+        num_warps=1 if width <= 512 else 4, **overlap(logits.device),
     )  # fmt: skip
     return ids, weights
 
@@ -47,9 +48,22 @@ def argmax(values: Tensor, out: Tensor | None = None) -> Tensor:
     keys, places = torch.empty(2, rows, parts, dtype=torch.int32, device=values.device)
     out = torch.empty(rows, dtype=torch.int64, device=values.device) if out is None else out
     route_kernels.largest[(parts, rows)](
-        values, keys, places, values.stride(0), COUNT=count, PARTS=parts, CHUNK=_CHUNK
+        values,
+        keys,
+        places,
+        values.stride(0),
+        COUNT=count,
+        PARTS=parts,
+        CHUNK=_CHUNK,
+        **overlap(values.device),
     )
     route_kernels.largest_of_parts[(rows,)](
-        keys, places, out, PARTS=parts, WIDTH=triton.next_power_of_2(parts), num_warps=1
+        keys,
+        places,
+        out,
+        PARTS=parts,
+        WIDTH=triton.next_power_of_2(parts),
+        num_warps=1,
+        **overlap(values.device),
     )
     return out

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hetero.ops.gpu.overlap_kernels import await_last, let_next
+
 LOWEST = tl.constexpr(float("-inf"))
 NEVER = tl.constexpr(-(2**31))  # below every number's key
 
@@ -24,6 +26,7 @@ def top_k(
     logits, bias, slots, ids, weights, scale, stride,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr, PLACES: tl.constexpr,
     SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOTS: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """``ids`` int64 and ``weights`` float32 [T, TOP], best first, of equals the lower number, of ``logits``
     [T, EXPERTS], rows ``stride`` apart; program (row). WIDTH, PLACES: EXPERTS and TOP as powers of two.
@@ -32,6 +35,8 @@ def top_k(
     alone. NORM: weights are divided by their sum; then they are multiplied by ``scale``. ``slots`` int64 [T]:
     where one is negative nobody is chosen.
     """
+    let_next(PDL)
+    await_last(PDL)
     row = tl.program_id(0)
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
@@ -69,9 +74,14 @@ def top_k(
 
 
 @triton.jit
-def largest(values, keys, places, stride, COUNT: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr):
+def largest(
+    values, keys, places, stride,
+    COUNT: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program (part, row) of ``values`` [R, COUNT], rows ``stride`` apart: into ``keys`` and ``places`` int32
     [R, PARTS] the largest of CHUNK and where it is, the first of equals. What is no number is the largest."""
+    let_next(PDL)
+    await_last(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     at = part * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(values + row.to(tl.int64) * stride + at, at < COUNT, LOWEST).to(tl.float32)
@@ -82,8 +92,10 @@ def largest(values, keys, places, stride, COUNT: tl.constexpr, PARTS: tl.constex
 
 
 @triton.jit
-def largest_of_parts(keys, places, out, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+def largest_of_parts(keys, places, out, PARTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
     """Program (row): ``out`` int64 [R], what ``largest`` left. WIDTH: PARTS as a power of two."""
+    let_next(PDL)
+    await_last(PDL)
     row = tl.program_id(0)
     part = tl.arange(0, WIDTH)
     key = tl.load(keys + row * PARTS + part, part < PARTS, NEVER)

@@ -1,0 +1,27 @@
+"""Kernels that begin while those before them end (CUDA's programmatic dependent launch, from Hopper on).
+
+A kernel that is launched so may read what no kernel of a step writes, its weights, as soon as there is room
+for it. Before anything else it waits until the one before it is done (``overlap_kernels.await_last``), in
+every program, so that what holds for that one holds for all before it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+ENABLED = False
+"""Read when a kernel is launched, and so when a graph is captured."""
+
+
+@cache
+def _able(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlap(device: torch.device) -> dict[str, Any]:
+    """Arguments of a launch of a kernel that has ``PDL``."""
+    on = ENABLED and _able(device)
+    return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
