@@ -19,8 +19,6 @@ from hetero.hw import memory
 from hetero.plan.sizes import parse_size
 from hetero.wholefile import write_whole
 
-_DENSE_GPU = ("bfloat16", "int8", "int4")
-_DENSE_CPU = ("float32", "bfloat16", "float16")
 _TURNS = {"auto": None, "on": True, "off": False}
 
 
@@ -133,6 +131,7 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     from hetero.model.shapes import resolve_model
     from hetero.plan.hardware import load_hardware
     from hetero.report.bench import Series, check_series
+    from hetero.rules.defaults import default_rules_for
     from hetero.rules.gpu_options import parse_cache
     from hetero.rules.variables import parse_set
 
@@ -183,7 +182,7 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     from hetero.engine.gpu.loading import HANDOFFS
     from hetero.model import hf
     from hetero.ops.gpu.tiers import STRATEGIES
-    from hetero.report.bench_load import Options, check_options, predicted
+    from hetero.report.bench_load import Options, check_options, fuses, predicted
     from hetero.report.bench_load import bench as measure
 
     if handoff not in HANDOFFS:
@@ -194,11 +193,6 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
         raise InputError(f"--wait {wait}: must be one of {', '.join(WAITS)}")
     hf.quiet()
     gpu = torch.cuda.is_available() and not no_gpu
-    known = _DENSE_GPU if gpu else _DENSE_CPU
-    dense = dense or ("int8" if gpu else "float32")
-    if dense not in known:
-        where = "on a GPU" if gpu else "without a GPU"
-        raise InputError(f"--dense {dense}: must be one of {', '.join(known)} {where}")
     config = found.config
     if layers is not None:
         if found.kind not in ("synthetic", "config"):
@@ -206,6 +200,9 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
         from hetero.model.synthetic import cut_layers
 
         config = cut_layers(config, layers)
+    file = rules or ("default-gpu" if modules and gpu else str(default_rules_for(found.model_type, gpu)))
+    if dense is None:
+        dense = "float32" if not gpu else "int8" if fuses(file) else "bfloat16"
     options = Options(
         model=found,
         config=config,
@@ -220,7 +217,6 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
         cpu_gb_s=cpu_gbps_cap,
         isa=isa,
         layers=layers,
-        fused=not modules,
         serial=serial,
         wait=wait,
         chunk=chunk,
@@ -228,7 +224,7 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
         turns=_TURNS[turns],
         prefill_by=prefill_by,
         trace=None if trace is None else Path(trace),
-        rules=rules,
+        rules=file,
         overrides=parse_set(set_ or []),
     )
     check_options(options)

@@ -174,7 +174,7 @@ class Bench:
         steps: list[float] = []
         counts = Counts()
         if self._forced is not None:
-            self._forced.start(0, rows)
+            self._forced.start(0)
         for number in range(series.runs + 1):  # the first run warms up
             states, tokens = [], []
             began = time.perf_counter()

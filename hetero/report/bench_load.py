@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,16 +26,20 @@ from hetero.plan.planner import as_dict, make_plan
 from hetero.plan.tiers import Request
 from hetero.report.bandwidth import CpuReads, GpuReads, Rates, measure, threads_within
 from hetero.report.bench import VERSION, Bench, Series, cpu_facts, spread
-from hetero.report.bench_rules import GpuRules
 from hetero.report.bench_runs import FusedRun, ModulesRun
 from hetero.report.bench_trace import traced
 from hetero.report.bound import Bound, hardware_of
+from hetero.rules import load_rules
 
 if TYPE_CHECKING:
     from hetero.model.shapes import ModelRef
 
 GPU = "cuda:0"
 ROWS = (1, 2, 4, 8, 16)
+DENSE_GPU = ("bfloat16", "int8", "int4")
+DENSE_CPU = ("float32", "bfloat16", "float16")
+_PACKED = {"bfloat16": "bf16"}  # as a rule calls it
+_DTYPES = {word: word for word in DENSE_CPU}  # of tensors that no operator packs
 _POLL_S = 0.1
 _FORCED = 32  # tokens of a prompt, and behind it, by which two logits are compared
 
@@ -50,6 +53,7 @@ class Options:
     fmt: Format
     dense: str
     gpu: bool
+    rules: str  # a path, or the name of a shipped file
     vram: int | None = None
     cache: str = "auto"
     shares: tuple[float | None, ...] = (None,)  # None: as the rules' "auto" decides
@@ -58,7 +62,6 @@ class Options:
     cpu_gb_s: float | None = None  # fewer threads, until they read no more than this
     isa: str = "auto"
     layers: int | None = None
-    fused: bool = True
     serial: bool = False
     wait: str = "block"
     chunk: int | None = None
@@ -66,7 +69,6 @@ class Options:
     turns: bool | None = None  # whether halves of a prompt's chunk take turns; None: as the experts say
     prefill_by: str = "auto"  # of tiers.STRATEGIES
     trace: Path | None = None  # steps and prompts once more, recorded
-    rules: str | None = None
     overrides: Mapping[str, str] | None = None
 
 
@@ -185,19 +187,18 @@ class _Benching:
     def _load(self) -> Loaded:
         options = self.options
         self.say(f"loading {options.model.name}")
-        with _rules_of(options) as rules:
-            common: dict[str, Any] = {
-                "rules": rules,
-                "overrides": None if rules is not None and options.rules is None else self._overrides(),
-                "dtype": self._dtype(),
-                "isa": options.isa,
-                "threads": options.threads,
-                "gpu": self._gpu_options(),
-            }
-            if options.model.kind in ("synthetic", "config"):
-                loaded = load_synthetic(options.config, name=options.model.name, **common)
-            else:
-                loaded = load_model(options.model.path, **common)
+        common: dict[str, Any] = {
+            "rules": options.rules,
+            "overrides": self._overrides(),
+            "dtype": _DTYPES.get(options.dense, "bfloat16"),
+            "isa": options.isa,
+            "threads": options.threads,
+            "gpu": self._gpu_options(),
+        }
+        if options.model.kind in ("synthetic", "config"):
+            loaded = load_synthetic(options.config, name=options.model.name, **common)
+        else:
+            loaded = load_model(options.model.path, **common)
         self.notes += [note for note in loaded.notes if "matched 0 modules" not in note]
         self.load_s = time.perf_counter() - self.began
         if options.cpu_gb_s is not None:
@@ -208,12 +209,19 @@ class _Benching:
             )
         return loaded
 
-    def _overrides(self) -> Mapping[str, str]:
-        return {"experts": str(self.options.fmt), **(self.options.overrides or {})}
-
-    def _dtype(self) -> str:
-        """Of dense tensors that no operator packs."""
-        return self.options.dense if self.options.dense in ("float32", "float16") else "bfloat16"
+    def _overrides(self) -> dict[str, str]:
+        """Of what the options say, that for which the rule file has a variable; the user's own win."""
+        options = self.options
+        share = next((share for share in options.shares if share is not None), None)
+        asked = {
+            "experts": str(options.fmt),
+            "dense": _PACKED.get(options.dense, options.dense),
+            "cache": options.cache,
+            "defer": str(options.defer),
+            "share": "auto" if share is None or None in options.shares else f"{share:g}",
+        }
+        known = load_rules(options.rules).variables
+        return {name: value for name, value in asked.items() if name in known} | dict(options.overrides or {})
 
     def _gpu_options(self) -> GpuOptions | None:
         options, series = self.options, self.series
@@ -375,26 +383,9 @@ def _experts(model: Any) -> list[CpuExperts]:
     return [one for one in found if isinstance(one, CpuExperts)]
 
 
-@contextmanager
-def _rules_of(options: Options) -> Iterator[str | None]:
-    """A rule file: the user's, on a GPU that of the options, else None for the family's."""
-    if options.rules is not None or not options.gpu:
-        yield options.rules
-        return
-    shares = [share for share in options.shares if share is not None]
-    rules = GpuRules(
-        experts=str(options.fmt),
-        dense=options.dense,
-        cache=options.cache,
-        share="auto" if None in options.shares else f"{shares[0]:g}",
-        fused=options.fused,
-        defer=options.defer,
-        tied=bool(options.config.get("tie_word_embeddings")),
-    )
-    with tempfile.TemporaryDirectory(prefix="hetero-bench-") as folder:
-        path = Path(folder) / "bench.yaml"
-        path.write_text(rules.text(), encoding="utf-8")
-        yield str(path)
+def fuses(rules: str) -> bool:
+    """Whether a rule file makes steps of fused layers, with variables for what the options say of them."""
+    return {"dense", "cache", "share"} <= load_rules(rules).variables.keys()
 
 
 def _extra(run: ModulesRun | FusedRun) -> Callable[[int], dict[str, Any]]:
@@ -443,12 +434,23 @@ def _hardware(gpu: bool) -> dict[str, Any]:
 
 def check_options(options: Options) -> None:
     """Raises InputError for options that do not go together."""
-    ours = options.defer or options.turns is not None or options.prefill_by != "auto"
-    if ours and not (options.gpu and options.fused):
-        raise InputError("--defer, --turns and --prefill-by: are of fused layers on a GPU")
-    if options.defer and options.rules is not None:
-        raise InputError("--defer: with --rules the rule file says it (experts: {defer: N})")
-    if options.serial and not (options.gpu and options.fused):
-        raise InputError("--serial: compares CPU, PCIe and GPU, and needs a GPU with fused layers")
-    if not options.gpu and (options.vram or options.cache != "auto" or options.shares != (None,)):
-        raise InputError("--vram, --cache and --share: are of a GPU, and there is none")
+    given = {
+        "--cache": options.cache != "auto",
+        "--share": options.shares != (None,),
+        "--serial": options.serial,
+        "--defer": options.defer > 0,
+        "--turns": options.turns is not None,
+        "--prefill-by": options.prefill_by != "auto",
+    }
+    named = [name for name, is_given in given.items() if is_given]
+    if not options.gpu and (named or options.vram):
+        raise InputError(f"{', '.join(named or ['--vram'])}: of a GPU, and there is none")
+    variables = load_rules(options.rules).variables
+    if named and not fuses(options.rules):
+        raise InputError(f"{', '.join(named)}: of fused layers, and {options.rules} says nothing of such")
+    if options.defer and "defer" not in variables:
+        raise InputError(f"--defer: {options.rules} has no variable for it (experts: {{defer: N}})")
+    known = DENSE_CPU if not options.gpu else DENSE_GPU if fuses(options.rules) else DENSE_GPU[:1]
+    if options.dense not in known:
+        where = "without a GPU" if not options.gpu else f"with {options.rules}"
+        raise InputError(f"--dense {options.dense}: must be one of {', '.join(known)} {where}")

@@ -108,7 +108,7 @@ class ModulesRun:
             return sequence, int(logits.argmax())
 
     def step(self, sequences: Sequence[Any], tokens: Sequence[int]) -> Sequence[int]:
-        with torch.inference_mode(), _decoding(self._table):
+        with torch.inference_mode(), _decoding(self._table, len(tokens)):
             found: list[int] = self._stepper.advance(sequences, tokens).argmax(-1).tolist()
         return found
 
@@ -208,7 +208,7 @@ class FusedRun:
         return slot, int(self.runner.prefill(slot, prompt).argmax())
 
     def step(self, sequences: Sequence[Any], tokens: Sequence[int]) -> Sequence[int]:
-        with _decoding(self._table):
+        with _decoding(self._table, len(tokens)):
             return self.runner.step(list(zip(sequences, tokens, strict=True)), logits=False).ids
 
     def end(self, sequence: Any) -> None:
@@ -218,7 +218,7 @@ class FusedRun:
         """Captures the steps anew."""
         decoder: Any = self.runner.decoder
         decoder.routing = self._table = routing
-        with _decoding(self._table):
+        with _decoding(self._table, 0):
             self.runner.capture()
 
     @property
@@ -330,5 +330,9 @@ class FusedRun:
         return found
 
 
-def _decoding(table: ForcedRouting | None) -> AbstractContextManager[None]:
-    return nullcontext() if table is None else table.decoding()
+def _decoding(table: ForcedRouting | None, rows: int) -> AbstractContextManager[None]:
+    """Around a decode step of ``rows`` sequences."""
+    if table is None:
+        return nullcontext()
+    table.live(rows)
+    return table.decoding()

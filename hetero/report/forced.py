@@ -23,6 +23,7 @@ class ForcedRouting:
         self._next = torch.zeros(1, dtype=torch.int64, device=device)
         self._now = torch.zeros(self._table.shape[1:], dtype=torch.int64, device=device)
         self._idle = torch.ones(1, self._table.shape[2], 1, dtype=torch.bool, device=device)
+        self._rows = 0
         self._decoding = False
 
     @property
@@ -38,13 +39,22 @@ class ForcedRouting:
         """Another table of the same shape; captured graphs follow."""
         self._table.copy_(torch.from_numpy(table).transpose(0, 1))
 
-    def start(self, step: int, rows: int) -> None:
-        """The next step takes this row of the table; of its rows the first ``rows`` are of sequences, none at
-        first, and no expert is chosen for the others."""
+    def start(self, step: int) -> None:
+        """The next step takes this row of the table."""
         self._next.fill_(step % self.steps)
-        self._idle[:, :rows] = False
-        self._idle[:, rows:] = True
-        if self._next.device.type == "cuda":  # steps run on a stream of their own
+        self._wait()
+
+    def live(self, rows: int) -> None:
+        """The first ``rows`` of a step are of sequences, none at first; nobody is chosen for the others."""
+        if rows != self._rows:
+            self._rows = rows
+            self._idle[:, :rows] = False
+            self._idle[:, rows:] = True
+            self._wait()
+
+    def _wait(self) -> None:
+        """Steps run on a stream of their own."""
+        if self._next.device.type == "cuda":
             torch.cuda.synchronize(self._next.device)
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,18 @@ from hetero.core import InputError, MachineError
 from hetero.cpu import CpuExperts
 from hetero.engine.synthetic import load_synthetic
 from hetero.formats import parse_format
-from hetero.model.build import build_meta, describe, load_config
 from hetero.model.shapes import resolve_model
-from hetero.model.synthetic import cut_layers
 from hetero.plan import families
-from hetero.registry import op_names
 from hetero.report import bandwidth, bench_load
 from hetero.report.bandwidth import CpuReads, Rates, threads_within
 from hetero.report.bench import Bench, Series, spread
 from hetero.report.bench_load import Memory, Options
-from hetero.report.bench_rules import GpuRules
 from hetero.report.bench_runs import Counts, ModulesRun
 from hetero.report.bench_text import show
 from hetero.report.bound import Bound, hardware_of
 from hetero.report.forced import ForcedRouting
 from hetero.report.routing import make_table, save_table
-from hetero.rules import load_rules, match
-from hetero.rules.options import schemas_for
+from hetero.rules.defaults import default_rules_for
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64,
@@ -159,8 +155,13 @@ def test_a_table_can_be_kept_and_replayed(shape: Path, tmp_path: Path) -> None:
         (("--dense", "int8"), "--dense int8: must be one of float32, bfloat16, float16 without a GPU"),
         (("--format", "q4_k"), "weights cannot be turned into 'q4_k'"),
         (("--format", "int3"), "unknown weight format 'int3'"),
-        (("--serial",), "--serial: compares CPU, PCIe and GPU, and needs a GPU"),
-        (("--vram", "24GiB"), "--vram, --cache and --share: are of a GPU, and there is none"),
+        (("--serial", "--share", "0"), "--share, --serial: of a GPU, and there is none"),
+        (("--vram", "24GiB"), "--vram: of a GPU, and there is none"),
+        (("--defer", "-1"), "--defer -1: must be 0 or more"),
+        (("--turns", "no"), "--turns no: must be one of auto, on, off"),
+        (("--prefill-by", "gpu"), "--prefill-by gpu: must be one of"),
+        (("--rules", "none.yaml"), "none.yaml"),
+        (("--set", "experts=int8", "--set", "dense=int8"), "dense"),
         (("--isa", "mmx"), "--isa mmx: must be one of"),
         (("--predict", "cray1"), "cray1"),
         (("--json", "/none/out.json"), "/none"),
@@ -202,7 +203,7 @@ def test_tables_replace_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
     table = make_table("uniform", layers=2, steps=3, rows=2, experts=16, top_k=3, seed=1)
     forced = ForcedRouting(table, "cpu")
     run.force(forced)
-    forced.start(0, 2)
+    forced.start(0)
     states = [run.prefill([1, 2, 3, 4])[0] for _ in range(2)]
     assert all(len(ids) == 4 for ids in seen)
     for step in range(5):
@@ -210,17 +211,18 @@ def test_tables_replace_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
         run.step(states, [1, 2])
         wanted = torch.from_numpy(table[:, step % 3]).long()
         assert torch.equal(torch.stack(seen), wanted)
-    forced.start(1, 1)
+    forced.start(1)
     seen.clear()
     run.step(states[:1], [1])
     assert torch.equal(torch.stack(seen), torch.from_numpy(table[:, 1, :1]).long())
     other = make_table("local", layers=2, steps=3, rows=2, experts=16, top_k=3, seed=2)
     forced.use(other)
-    forced.start(0, 2)
+    forced.start(0)
     seen.clear()
     run.step(states, [1, 2])
     assert torch.equal(torch.stack(seen), torch.from_numpy(other[:, 0]).long())
-    forced.start(0, 1)
+    forced.start(0)
+    forced.live(1)
     with forced.decoding():
         ids, _ = forced(0, torch.zeros(2, 3), torch.zeros(2, 3))
     assert torch.equal(ids[0], torch.from_numpy(other[0, 0, 0]).long())
@@ -356,31 +358,32 @@ def test_a_gpus_plain_read_reads_everything(generator: torch.Generator) -> None:
         assert int(plain_read(memory, device).sum()) == int(memory.sum())
 
 
-@pytest.mark.parametrize("name", ["qwen3.8-flash-next-125b", "qwen3-30b-a3b", "gpt-oss-120b", "mixtral-8x7b"])
-def test_rules_of_a_gpu_fit_the_shapes(name: str, tmp_path: Path) -> None:
-    config = load_config(cut_layers(resolve_model(f"synthetic:{name}").config, 4))
-    modules = describe(build_meta(config))
-    for made in (
-        GpuRules("int4 g32"),
-        GpuRules("int8", dense="bfloat16", cache="12GiB", share="0.4", tied=True),
-        GpuRules("int4 g32", fused=False),
-    ):
-        path = tmp_path / "rules.yaml"
-        path.write_text(made.text())
-        placement = match(
-            load_rules(path),
-            modules,
-            devices=("cpu", "cuda:0"),
-            ops=schemas_for(op_names()),
-            model_type=config.model_type,
-        )
-        ops = {one.op for one in placement.assignments}
-        assert ("fused" in ops) == made.fused
-        assert ("linear" in ops) == (made.dense == "int8")
-        (table,) = (one for one in placement.assignments if one.module.endswith("embed_tokens"))
-        assert table.device == ("cpu" if made.fused and not made.tied else "cuda:0")
-        moe = next(one for one in placement.assignments if one.op == "moe")
-        assert moe.options["experts"]["numa"] == "off"
+@pytest.mark.parametrize(
+    ("family", "fused"), [("qwen3_moe", True), ("qwen4_exp", True), ("deepseek_v3", False)]
+)
+def test_the_options_are_variables_of_the_shipped_rules(family: str, fused: bool) -> None:
+    gpu = str(default_rules_for(family, True))
+    assert bench_load.fuses(gpu) == fused
+    assert not bench_load.fuses(str(default_rules_for(family, False)))
+    given: dict[str, Any] = {"cache": "8GiB", "shares": (0.25, 0.5)} if fused else {}
+    dense = "int8" if fused else "bfloat16"
+    options = Options(
+        resolve_model("synthetic:qwen3-30b-a3b"), {}, parse_format("int4"), dense, True, gpu, **given
+    )
+    bench_load.check_options(options)
+    found = bench_load._Benching(options, Series(), None, print, print)._overrides()  # type: ignore[arg-type]
+    wanted = {"experts": "int4 g32"}
+    more = {"dense": "int8", "cache": "8GiB", "share": "0.25", "defer": "0"}
+    assert found == (wanted | more if fused else wanted)
+    options = replace(options, overrides={"experts": "int8"}, dense="bfloat16", shares=(None, 0.5))
+    if fused:
+        found = bench_load._Benching(options, Series(), None, print, print)._overrides()  # type: ignore[arg-type]
+        assert found == more | {"experts": "int8", "dense": "bf16", "share": "auto"}
+    else:
+        with pytest.raises(InputError, match="--share: of fused layers"):
+            bench_load.check_options(options)
+        with pytest.raises(InputError, match="--dense int8: must be one of bfloat16 with"):
+            bench_load.check_options(replace(options, shares=(None,), dense="int8"))
 
 
 def test_peak_memory_is_looked_at_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,8 +433,8 @@ def test_a_result_of_a_gpu_is_shown() -> None:
 
 def test_options_of_a_gpu_are_kept_from_a_cpu(shape: Path) -> None:
     ref = resolve_model(f"synthetic:{shape}")
-    options = Options(ref, SMALL, parse_format("int4"), "float32", gpu=False, cache="0")
-    with pytest.raises(InputError, match="are of a GPU"):
+    options = Options(ref, SMALL, parse_format("int4"), "float32", False, "default-cpu", cache="0")
+    with pytest.raises(InputError, match="--cache: of a GPU"):
         bench_load.check_options(options)
 
 

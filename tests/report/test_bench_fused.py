@@ -66,7 +66,6 @@ def test_fused_steps_follow_a_table() -> None:
         one.submit = spy  # type: ignore[attr-defined]
     forced = ForcedRouting(table, "cpu")
     run.force(forced)
-    forced.start(0, 2)
     states = [run.prefill([1, 2, 3])[0] for _ in range(2)]
     before = run.counts()
     for step in range(2):
