@@ -74,6 +74,29 @@ def test_same_as_transformers(model_type: str, tmp_path: Path) -> None:
     assert ours == tokens
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss", "mixtral"])
+def test_bfloat16_as_transformers(model_type: str, tmp_path: Path) -> None:
+    """Logits over 64 tokens that the reference chose, in float32; ours in bfloat16, experts on the CPU."""
+    model_class = save_tiny(model_type, tmp_path)
+    reference = load_reference(model_type, model_class, tmp_path)
+    tokens = prompt()[0].tolist()
+    with torch.inference_mode():
+        for _ in range(64):
+            tokens.append(int(reference(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+        want = reference(input_ids=torch.tensor([tokens])).logits[0, 11:].float()
+    loaded = load_model(
+        tmp_path, rules="default-gpu", overrides={"experts": "bf16"}, dtype="bfloat16", threads=2
+    )
+    sequence = Stepper(loaded.runnable.model).start()
+    with torch.inference_mode():
+        rows = [sequence.advance(tokens[:12])] + [sequence.advance([token]) for token in tokens[12:]]
+    got = torch.stack(rows).float().cpu()
+    # A router's close choice may fall otherwise in bfloat16, and such a row is another one.
+    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(errors.median()) < 0.05
+    assert float((got.argmax(-1) == want.argmax(-1)).float().mean()) > 0.8
+
+
 def test_modules_are_where_the_plan_says(tmp_path: Path) -> None:
     save_tiny("qwen3_next", tmp_path)
     loaded = on_gpu(tmp_path, "int8")

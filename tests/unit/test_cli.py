@@ -228,6 +228,25 @@ def test_a_wrong_end_of_text(bare: Path, value: str) -> None:
     assert "generation_config.json: field 'eos_token_id'" in message
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--vram", "lots"], "--vram lots: is no size"),
+        (["--vram", "2GiB", "--rules", "default-cpu"], "--vram: the rules place nothing on a GPU"),
+        (["--handoff", "graph"], "--handoff graph: must be one of auto, memop, spin, hostfunc"),
+        (["--ctx", "1"], "--ctx 1: must be at least 2"),
+        (["--ctx", "99999999"], "--ctx 99999999: the context of this model holds"),
+    ],
+)
+def test_wrong_options_of_a_gpu(folder: Path, options: list[str], message: str) -> None:
+    assert message in refused(2, "run", folder, "--prompt-ids", "5", *options)
+
+
+def test_a_shorter_context(folder: Path) -> None:
+    result = call("run", folder, "--prompt-ids", "5,6,7", "--ctx", "6", "--ignore-eos", "--json")
+    assert len(json.loads(result.stdout)["token_ids"]) == 3
+
+
 def test_wrong_models(tmp_path: Path, bare: Path) -> None:
     assert "no-such-model" in refused(2, "run", "no-such-model", "-p", "a")
     assert "config.json" in refused(2, "run", tmp_path / "..", "-p", "a")

@@ -94,9 +94,8 @@ class Fusing:
             pages=pages,
             closing=[one.arena.close for one in hybrid if one.arena is not None],
         )
-        if handoff is not None:
-            # A process must not end while the worker lives.
-            weakref.finalize(runner, handoff.close)
+        # At the end of the process at the latest the worker ends, and memory is unpinned while CUDA is there.
+        weakref.finalize(runner, _end, handoff, [one.arena for one in hybrid])
         runner.capture()
         self._seed(hybrid, counts)
         if vram is not None:
@@ -232,6 +231,14 @@ def fuse(
     if vram is None and torch.device(device).type == "cuda":
         vram = Vram(device, options.vram)
     return Fusing(model, find_sites(model, placement), device, options, say).runner(vram, limit, counts)
+
+
+def _end(handoff: Handoff | None, arenas: Sequence[PinnedArena | None]) -> None:
+    if handoff is not None:
+        handoff.close()
+    for arena in arenas:
+        if arena is not None:
+            arena.close()
 
 
 def find_sites(model: Any, placement: Placement) -> list[Site]:
