@@ -196,6 +196,49 @@ def test_rules_that_fuse_some_layers_are_refused(tmp_path: Path) -> None:
     assert "op 'fused' replaces decoder layers, and model.layers.0.input_layernorm is none" in refused(path)
 
 
+BLOCK = "  - name: blocks\n    match: {class: MoeBlock}\n    replace: {op: %s}\n"
+
+
+@pytest.mark.parametrize(
+    ("base", "replace", "message"),
+    [
+        ("qwen-gpu", "keep, device: 'cuda:0'", "fused layers need 'op: moe' for their blocks"),
+        (
+            "qwen-gpu",
+            "moe, device: 'cuda:0', experts: {device: 'cuda:0', format: int8}",
+            "fused layers keep all experts in main memory; 'cache' says",
+        ),
+        (
+            "qwen-gpu",
+            "moe, device: 'cuda:0', experts: {tier: disk}",
+            "fused layers need experts of backend 'native', all of them in main memory",
+        ),
+        (
+            "default-gpu",
+            "moe, device: 'cuda:0', experts: {share: 0.5}",
+            "experts: 'share' needs fused decoder layers: a rule with 'op: fused'",
+        ),
+        (
+            "default-gpu",
+            "moe, device: 'cuda:0', experts: {cache: 1GiB}",
+            "experts: 'cache' needs fused decoder layers: a rule with 'op: fused'",
+        ),
+    ],
+)
+def test_experts_that_do_not_go_with_layers(base: str, replace: str, message: str, tmp_path: Path) -> None:
+    save_tiny("qwen3_moe", tmp_path, num_hidden_layers=1, mlp_only_layers=[])
+    path = tmp_path / "rules.yaml"
+    path.write_text(f"extends: {base}\nrules:\n" + BLOCK % replace)
+    model = build_meta(load_config(tmp_path), torch.bfloat16)
+    placement = match(
+        load_rules(path), describe(model), devices=("cpu", "cuda:0"), ops=schemas_for(op_names())
+    )
+    with pytest.raises(InputError) as caught:
+        fused_device(placement, model, "bfloat16")
+    assert message in str(caught.value)
+    assert base == "qwen-gpu" or f"{path}:3: rule 1 'blocks': " in str(caught.value)
+
+
 def test_a_type_without_fused_steps(tmp_path: Path) -> None:
     save_tiny("mixtral", tmp_path)
     path = tmp_path / "rules.yaml"

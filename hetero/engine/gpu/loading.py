@@ -14,7 +14,8 @@ from hetero import stats
 from hetero.config import settings
 from hetero.core import InputError, MachineError
 from hetero.engine.gpu.vram import Vram
-from hetero.rules import Placement
+from hetero.model.build import is_experts
+from hetero.rules import Assignment, Placement
 
 if TYPE_CHECKING:
     from hetero.engine.gpu.runner import GpuRunner
@@ -119,14 +120,13 @@ class Graphs:
 def fused_device(placement: Placement, model: Any, dtype: str) -> str | None:
     """The device of fused layers; None where no rule fuses any.
 
-    Raises InputError where rules fuse some layers only, or on several devices, for a model that has no fused
-    steps, and for a type other than bfloat16.
+    Raises InputError where rules fuse some layers only, or on several devices, or ask for what fused layers
+    cannot do, or what only they can; for a model that has no fused steps; and for a type other than bfloat16.
     """
     fused = [one for one in placement.assignments if one.op == "fused"]
     if not fused:
         for one in placement.assignments:
-            if one.op == "moe" and one.options.get("experts", {}).get("defer"):
-                one.rule.where.fail("experts: 'defer' needs fused decoder layers: a rule with 'op: fused'")
+            _check_unfused(one)
         return None
     where = fused[0].rule.where
     layers = list(model.get_decoder().layers)
@@ -148,9 +148,38 @@ def fused_device(placement: Placement, model: Any, dtype: str) -> str | None:
             f"op 'fused' has no steps for layers of class {kind}; it has for {', '.join(FAMILIES)}; "
             "default-gpu serves any model"
         )
+    _check_experts(placement, model)
     if dtype != FUSED_DTYPE:
         raise InputError(f"--dtype {dtype}: op 'fused' computes in {FUSED_DTYPE}; leave the option out")
     return fused[0].device
+
+
+def _check_unfused(one: Assignment) -> None:
+    """Refuse what only fused layers do."""
+    if one.op != "moe":
+        return
+    experts = one.options["experts"]
+    asked = {"cache": experts["cache"].of(1 << 40), "share": experts["share"], "defer": experts["defer"]}
+    for key, value in asked.items():
+        if value:
+            one.rule.where.fail(f"experts: '{key}' needs fused decoder layers: a rule with 'op: fused'")
+
+
+def _check_experts(placement: Placement, model: Any) -> None:
+    """Refuse experts that a step cannot hand to the CPU."""
+    for name, module in model.named_modules():
+        if not is_experts(module):
+            continue
+        found = placement.by_module[name]
+        owner = placement.by_module.get(found.owner or "", found)
+        where = owner.rule.where
+        if owner.op != "moe":
+            where.fail(f"fused layers need 'op: moe' for their blocks, and {name} has none")
+        experts = owner.options["experts"]
+        if experts["device"] != "cpu":
+            where.fail("fused layers keep all experts in main memory; 'cache' says how many a GPU has too")
+        if experts["backend"] != "native" or experts["tier"] != "ram":
+            where.fail("fused layers need experts of backend 'native', all of them in main memory")
 
 
 def _missing(error: ModuleNotFoundError) -> InputError:
