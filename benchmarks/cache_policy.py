@@ -4,7 +4,8 @@
 
 Routings of 512 experts, 10 a token: ``local`` (45% of the last token's experts, 35% of those 2 to 8 back, the
 rest anywhere), ``uniform``, ``skewed`` (fixed popularity, the r-th expert in proportion to 1 / r), and
-``phases`` (skewed, but every 100 steps with another order of popularity). Of each policy: hits after the
+``phases`` (skewed, but every 100 steps with another order of popularity), ``change`` (the first half local,
+then uniform, which is what counts). Of each policy: hits after the
 first quarter of the steps, moves a layer and step, and what stayed since the GPU read it over PCIe anyway,
 where slots are kept free for that.
 """
@@ -30,14 +31,17 @@ def table(kind: str, layers: int, steps: int, seed: int) -> npt.NDArray[np.int64
     out = np.empty((layers, steps, TOP), np.int64)
     for layer in range(layers):
         history: list[list[int]] = []
+        local = kind == "local"
         popularity = r.permutation(1.0 / np.arange(1, EXPERTS + 1))
         for step in range(steps):
+            if kind == "change":
+                local = step < steps // 2
             if kind == "phases" and step % 100 == 0:
                 popularity = r.permutation(popularity)
             if kind in ("skewed", "phases"):
                 keys = r.exponential(size=EXPERTS) / popularity
                 chosen = np.argpartition(keys, TOP)[:TOP].tolist()
-            elif kind == "uniform" or not history:
+            elif not local or not history:
                 chosen = r.choice(EXPERTS, TOP, replace=False).tolist()
             else:
                 last = history[-1]
@@ -94,10 +98,15 @@ class Learned:
 
     AGES, OFTEN = 8, 8
 
-    def __init__(self, layers: int, gain: float, half_life: float = 64.0, memory: float = 256.0) -> None:
+    def __init__(self, layers: int, gain: float, memory: float = 12.0, prior: float = 32.0) -> None:
         self.age = np.full((layers, EXPERTS), 1 << 20)
         self.often = np.zeros((layers, EXPERTS))
-        self.decay, self.fade, self.gain = 2.0 ** (-1.0 / half_life), 2.0 ** (-1.0 / memory), gain
+        self.decay, self.fade, self.gain, self.prior = (
+            2.0 ** (-1.0 / 64.0),
+            2.0 ** (-1.0 / memory),
+            gain,
+            prior,
+        )
         cells = self.AGES * self.OFTEN
         rate = 2.0 ** (np.arange(cells) % self.OFTEN - 8)
         self.seen = np.full((layers, cells), 16.0)
@@ -118,7 +127,8 @@ class Learned:
         np.add.at(self.used, (self.rows, cell), used)
         self.age = np.where(used, 1, self.age + 1)
         self.often = self.often * self.decay + used
-        return np.take_along_axis(self.used / self.seen, self.cells(), 1)
+        usual = self.used.sum(1, keepdims=True) / self.seen.sum(1, keepdims=True) * self.prior
+        return np.take_along_axis((self.used + usual) / (self.seen + self.prior), self.cells(), 1)
 
     def goes(self, best: Floats, worst: Floats) -> Bools:
         return best > worst + self.gain
@@ -131,9 +141,10 @@ def split(misses: int, cpu: float = 80.0, pcie: float = 47.0, lead: float = 0.35
 
 
 def simulate(
-    ids: npt.NDArray[np.int64], slots: int, moves: int, policy: Policy, reserve: int
+    ids: npt.NDArray[np.int64], slots: int, moves: int, policy: Policy, *, reserve: int, skipped: int
 ) -> tuple[float, float, float]:
-    """(hit rate after the first quarter, moves a layer and step, experts a layer and step that stayed since
+    """Of the steps after the first ``skipped``: (hit rate, moves a layer and step, experts a layer and step
+    that stayed since
     the GPU read them over PCIe for the step anyway). ``reserve`` slots are kept free for the latter."""
     layers, steps, _ = ids.shape
     row = np.arange(layers)
@@ -144,7 +155,7 @@ def simulate(
     for step in range(steps):
         used = np.zeros((layers, EXPERTS), bool)
         used[row[:, None], ids[:, step]] = True
-        counts = step >= steps // 4
+        counts = step >= skipped
         if counts:
             hits += int((used & held).sum())
             total += layers * TOP
@@ -167,7 +178,7 @@ def simulate(
             full = held.sum(1) > slots - reserve
             worst = np.where(held, values, np.inf).argmin(1)
             held[row[full], worst[full]] = False
-    counted = layers * (steps - steps // 4)
+    counted = layers * (steps - skipped)
     return hits / total, moved / counted, stayed / counted
 
 
@@ -175,8 +186,10 @@ def policies(layers: int) -> dict[str, Callable[[], Policy]]:
     made: dict[str, Callable[[], Policy]] = {"recency (LRU)": lambda: Recency(layers)}
     for half_life in (8, 64, 256):
         made[f"decayed, half-life {half_life}, margin 1.5"] = lambda h=half_life: Decayed(layers, h, 1.5)
-    for gain in (0.01, 0.03, 0.1):
-        made[f"learned, gain {gain}"] = lambda g=gain: Learned(layers, g)
+    for memory, prior, gain in ((256, 0, 0.03), (12, 0, 0.04), (12, 32, 0.04), (12, 32, 0.1)):
+        made[f"learned, {memory} steps, prior {prior}, {gain}"] = lambda m=memory, p=prior, g=gain: Learned(
+            layers, g, m, p
+        )
     return made
 
 
@@ -189,16 +202,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--json")
     options = parser.parse_args()
-    kinds = ("local", "uniform", "skewed", "phases")
+    kinds = ("local", "uniform", "skewed", "phases", "change")
     tables = {kind: table(kind, options.layers, options.steps, 1) for kind in kinds}
     results: list[dict[str, Any]] = []
     print(f"{options.slots} of {EXPERTS} slots a layer: hit rate (moves + stayed, a layer and step)")
-    print(f"{'policy':34} {'moves':>5} {'free':>4}  " + "  ".join(f"{kind:>17}" for kind in kinds))
+    print(f"{'policy':36} {'moves':>5} {'free':>4}  " + "  ".join(f"{kind:>17}" for kind in kinds))
     for name, make in policies(options.layers).items():
         for moves, reserve in ((1, 0), (2, 0), (4, 0), (1, 1), (2, 1), (2, 2)):
             cells = []
             for kind, ids in tables.items():
-                rate, moved, stayed = simulate(ids, options.slots, moves, make(), reserve)
+                skipped = options.steps // (2 if kind == "change" else 4)
+                rate, moved, stayed = simulate(
+                    ids, options.slots, moves, make(), reserve=reserve, skipped=skipped
+                )
                 cells.append(f"{100 * rate:5.1f} ({moved:.2f}+{stayed:.2f})")
                 results.append(
                     {
@@ -206,7 +222,7 @@ def main() -> None:
                         "hits": rate, "moves": moved, "stayed": stayed,
                     }
                 )  # fmt: skip
-            print(f"{name:34} {moves:5} {reserve:4}  " + "  ".join(f"{cell:>17}" for cell in cells))
+            print(f"{name:36} {moves:5} {reserve:4}  " + "  ".join(f"{cell:>17}" for cell in cells))
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump({"slots": options.slots, "results": results}, file, indent=1)

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from hetero.core import ExpertSpec
 from hetero.cpu import CpuExperts
 from hetero.formats import parse_format
-from hetero.ops.gpu.cache import GAIN, HALF_LIFE, MEMORY, ExpertCache
+from hetero.ops.gpu.cache import GAIN, HALF_LIFE, MEMORY, PRIOR, ExpertCache
 from hetero.ops.gpu.hybrid import DirectPort, HybridExperts
 from hetero.ops.gpu.hybrid_shared import HybridShared
 from hetero.ops.gpu.pinned import PinnedArena
@@ -83,7 +83,8 @@ class Policy:
             self.age[expert] = 1 if expert in used else min(self.age[expert] + 1, 1 << 20)
             self.often[expert] = self.often[expert] * decay + (expert in used)
         cells = [self.cell(expert) for expert in range(EXPERTS)]
-        return [self.used[cell] / self.seen[cell] for cell in cells]
+        usual = sum(self.used) / sum(self.seen) * PRIOR
+        return [(self.used[cell] + usual) / (self.seen[cell] + PRIOR) for cell in cells]
 
 
 @pytest.mark.parametrize("slots", [3, 9, EXPERTS])

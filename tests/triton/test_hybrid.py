@@ -93,11 +93,11 @@ def test_other_shapes_and_formats(spec: ExpertSpec, fmt: str, generator: torch.G
 @pytest.mark.skipif(not CUDA, reason="a thousand steps of the interpreter are too slow")
 def test_a_thousand_steps_of_migrations(generator: torch.Generator) -> None:
     """Any experts change places between steps, besides what the policy moves."""
-    hybrid = make(ExpertSpec(64, 512, 256, 6), "int4", 20, 0.4, generator)
+    hybrid = make(ExpertSpec(32, 128, 64, 4), "int4", 12, 0.4, generator)
     parts = decoded(hybrid.experts)
     for number in range(1000):
         if number % 5 == 0:
-            hybrid.seed(torch.rand(64, generator=generator).tolist())
+            hybrid.seed(torch.rand(32, generator=generator).tolist())
         check_steps(hybrid, 1, generator, parts)
     assert hybrid.counts().stayed > 0
 

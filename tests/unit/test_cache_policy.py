@@ -37,18 +37,25 @@ def test_learned_chances_follow_the_routing(policy: Any) -> None:
     """Local routing is held as by recency and far better than by frequency; uniform routing moves nothing;
     a slot that is kept free saves moves."""
     local = policy.table("local", LAYERS, STEPS, 7)
-    learned, moved, _ = policy.simulate(local, SLOTS, 2, policy.Learned(LAYERS, 0.03), 0)
-    recent, *_ = policy.simulate(local, SLOTS, 2, policy.Recency(LAYERS), 0)
-    often, *_ = policy.simulate(local, SLOTS, 2, policy.Decayed(LAYERS, 256.0, 1.5), 0)
+    learned, moved, _ = policy.simulate(local, SLOTS, 2, policy.Learned(LAYERS, 0.04), reserve=0, skipped=50)
+    recent, *_ = policy.simulate(local, SLOTS, 2, policy.Recency(LAYERS), reserve=0, skipped=50)
+    often, *_ = policy.simulate(local, SLOTS, 2, policy.Decayed(LAYERS, 256.0, 1.5), reserve=0, skipped=50)
     assert learned > recent - 0.02
     assert learned > often + 0.2
-    free, fewer, stayed = policy.simulate(local, SLOTS, 2, policy.Learned(LAYERS, 0.03), 1)
+    free, fewer, stayed = policy.simulate(
+        local, SLOTS, 2, policy.Learned(LAYERS, 0.04), reserve=1, skipped=50
+    )
     assert free > learned - 0.02
     assert fewer < moved - stayed / 2
     uniform = policy.table("uniform", LAYERS, STEPS, 7)
-    hits, moved, _ = policy.simulate(uniform, SLOTS, 2, policy.Learned(LAYERS, 0.03), 0)
+    hits, moved, _ = policy.simulate(uniform, SLOTS, 2, policy.Learned(LAYERS, 0.04), reserve=0, skipped=50)
     assert abs(hits - SLOTS / policy.EXPERTS) < 0.04
-    assert moved < 0.3
+    assert moved < 0.1
+    change = policy.table("change", LAYERS, STEPS, 7)
+    _, moved, _ = policy.simulate(
+        change, SLOTS, 2, policy.Learned(LAYERS, 0.04), reserve=0, skipped=STEPS // 2 + 60
+    )
+    assert moved < 0.2
 
 
 def test_split_ends_both_sides_soonest(policy: Any) -> None:

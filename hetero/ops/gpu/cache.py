@@ -14,18 +14,24 @@ from hetero.ops.gpu import cache_kernels
 HALF_LIFE = 64.0
 """Steps after which a use counts half in an expert's frequency."""
 
-MEMORY = 256.0
-"""Steps after which what was seen of a class of experts counts half."""
+MEMORY = 12.0
+"""Steps after which what was seen of a class of experts counts half: few, so that moves soon end where
+routing stops being local."""
 
-GAIN = 0.03
+PRIOR = 32.0
+"""Experts of the usual chance that are added to what was seen of a class."""
+
+GAIN = 0.04
 """By how much the chance of a use must be higher for an expert to take another one's slot."""
 
 MOVES, RESERVE = 2, 1
 """Experts that a step may bring beside its own work; slots kept free for those that it reads over PCIe."""
 
-_PRIOR = 16.0  # experts that count as seen in each class before anything was
+_FIRST = 16.0
 _OLD = 1 << 20
-_WORDS, _FETCHERS = 4096, 12
+# Words that a program of ``fetch`` has on their way, and programs of an expert: one multiprocessor alone
+# reads about 1 GB/s of host memory, and more than some 200 KB on their way only make others wait.
+_WORDS, _FETCHERS = 1024, 48
 
 
 class ExpertCache:
@@ -59,9 +65,10 @@ class ExpertCache:
         self._most = state(1, self.moves)
         self._age, self._often = state(experts, _OLD), state(experts, 0, torch.float32)
         cells = cache_kernels.CELLS.value
+        # As if each class had been seen a little, and its frequency had told the chance.
         rates = 2.0 ** (torch.arange(cells) % cache_kernels.OFTEN.value - 8.0)
-        self._seen = torch.full((cells,), _PRIOR, device=device)
-        self._used = (rates * _PRIOR).to(device)
+        self._seen = torch.full((cells,), _FIRST, device=device)
+        self._used = (rates * _FIRST).to(device)
         self.totals = state(5, 0, torch.int64)
         self._decay, self._fade = 2.0 ** (-1.0 / HALF_LIFE), 2.0 ** (-1.0 / MEMORY)
         self.sizes: dict[str, Any] = {
@@ -129,7 +136,7 @@ class ExpertCache:
             return
         cache_kernels.choose[(1,)](
             ids, self.slot_of, self.free, self.incoming, self._age, self._often, self._seen, self._used,
-            self._moves, self._most, self.totals, ids.numel(), self._decay, self._fade, GAIN,
+            self._moves, self._most, self.totals, ids.numel(), self._decay, self._fade, PRIOR, GAIN,
             **self.sizes, MOVES=self.moves, num_warps=8,
         )  # fmt: skip
         programs = 1 if self.device.type == "cpu" else _FETCHERS

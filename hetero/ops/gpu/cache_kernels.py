@@ -9,8 +9,9 @@ State of a layer, all on the device:
 - ``age`` int32 [EXPERTS]: steps since an expert was used; ``often`` float32 [EXPERTS]: its uses, fading;
 - ``seen``, ``used`` float32 [CELLS]: of experts of a class of age and a class of frequency, how many there
   were and how many of these the next step used, fading. Their quotient is what holding an expert is worth:
-  the chance that the next step uses it, whatever the routing is like. benchmarks/cache_policy.py compares
-  this with other policies.
+  the chance that the next step uses it, whatever the routing is like; ``prior`` experts of the usual chance
+  are added to each class, so that one of which little was seen is not taken for likely.
+  benchmarks/cache_policy.py compares this with other policies.
 
 A layer's step: ``find`` before its experts, ``choose`` after them, then ``fetch``, which may run beside
 everything else but the layer's next ``find``.
@@ -116,8 +117,8 @@ def _cell(age, often, rate):
 
 @triton.jit
 def choose(
-    ids, slot_of, free, incoming, age, often, seen, used, moves, most, counts, pairs, decay, fade, gain,
-    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, RESERVE: tl.constexpr, MOVES: tl.constexpr,
+    ids, slot_of, free, incoming, age, often, seen, used, moves, most, counts, pairs, decay, fade, prior,
+    gain, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, RESERVE: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """After a step that used ``ids`` int64 [pairs]: learn from it, take in what it has read into free slots,
     and tell ``fetch`` what else should come; one program.
@@ -137,9 +138,12 @@ def choose(
     now = now & known
     cell = tl.arange(0, CELLS)
     was = (_cell(old, uses, 1.0 - decay)[:, None] == cell[None, :]) & known[:, None]
-    tl.store(seen + cell, tl.load(seen + cell) * fade + tl.sum(was.to(tl.float32), 0))
+    all_seen = tl.load(seen + cell) * fade + tl.sum(was.to(tl.float32), 0)
     hit = was & now[:, None]
-    tl.store(used + cell, tl.load(used + cell) * fade + tl.sum(hit.to(tl.float32), 0))
+    all_used = tl.load(used + cell) * fade + tl.sum(hit.to(tl.float32), 0)
+    tl.store(seen + cell, all_seen)
+    tl.store(used + cell, all_used)
+    usual = tl.sum(all_used, 0) / tl.sum(all_seen, 0) * prior
     old = tl.where(now, 1, tl.minimum(old + 1, 1 << 20))
     uses = uses * decay + now.to(tl.float32)
     tl.store(age + expert, old, known)
@@ -147,7 +151,7 @@ def choose(
     # The sums that other threads of the program have stored.
     tl.debug_barrier()
     mine = _cell(old, uses, 1.0 - decay)
-    worth = tl.load(used + mine) / tl.load(seen + mine)
+    worth = (tl.load(used + mine) + usual) / (tl.load(seen + mine) + prior)
 
     slot = tl.load(slot_of + expert, known, NOTHING)
     stayed = 0
