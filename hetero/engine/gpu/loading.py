@@ -25,7 +25,7 @@ HANDOFFS = ("auto", "memop", "spin", "hostfunc")
 FUSED_DTYPE = "bfloat16"
 """Of dense layers in fused steps."""
 
-CHUNK = 2048
+CHUNK = 4096
 """Tokens of a prompt that are read at once where nobody says how many."""
 
 
