@@ -22,6 +22,9 @@ struct GgmlType {
   bool numbers;                      // whether a code is an index of a table of numbers
 };
 
+// The type whose format wants a scale of the whole matrix, which the file has not.
+constexpr int32_t kNvfp4Number = 40;
+
 // Every type, and one by its number in the file (nullptr: none of these).
 const GgmlType* ggml_types(int64_t* count);
 const GgmlType* ggml_type(int32_t number);
