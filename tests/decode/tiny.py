@@ -7,12 +7,14 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
 
 from hetero.cpu import CpuExperts
 from hetero.decode.decoder import Decoder
 from hetero.decode.experts import DirectExperts
 from hetero.formats import parse_format
 from hetero.model.build import choose_class, find_moe
+from hetero.ops.gpu.linear import PackedLinear
 from tests.model.tiny_moe import tiny_config, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,6 +57,18 @@ def decoder_of(model: Any, *, slots: int = 3, context: int = 160) -> Decoder:
         device=DEVICE,
         kv_dtype=torch.float32,
     )
+
+
+def packed_copy(model: Any, fmt: str) -> Any:
+    """A copy of a model whose linear layers are packed."""
+    copied = deepcopy(model)
+    for name, module in list(copied.named_modules()):
+        if type(module) is nn.Linear and module.out_features > 1:
+            packed = PackedLinear(module, parse_format(fmt), DEVICE)
+            packed.after_load()
+            path, _, leaf = name.rpartition(".")
+            setattr(copied.get_submodule(path), leaf, packed)
+    return copied
 
 
 def tokens_of(count: int, generator: torch.Generator) -> torch.Tensor:
