@@ -58,6 +58,10 @@ class AttentionMixer:
         return self._in.format
 
     @property
+    def first_weights(self) -> list[Tensor]:
+        return [matrix.packed for matrix in self._in.matrices]
+
+    @property
     def nbytes(self) -> int:
         return self.cache.nbytes
 

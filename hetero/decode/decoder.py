@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hetero.decode.inputs import PAGE, Chunk, StepInputs
 from hetero.decode.layer import Layer
 from hetero.decode.matrix import Part, Projection
 from hetero.decode.turns import parted, prefill
+from hetero.ops.gpu.ahead import fetch_ahead
 from hetero.ops.gpu.stamps import at_layer
 
 
@@ -110,11 +112,20 @@ class Decoder:
 
     def step(self, inputs: StepInputs) -> Tensor:
         """Logits float32 [R, V] of one token of every row; garbage in idle rows. Capturable."""
+        self._look_ahead()
         stream = self._family.begin(self._embedding(inputs.tokens))
         for number, layer in enumerate(self._layers):
             at_layer(number)
             stream = layer.step(stream, inputs)
         return self._logits(stream)
+
+    def _look_ahead(self) -> None:
+        """While a step waits for a layer's experts, the next layer's first weights come nearer."""
+        for experts, number in zip(self.experts, self.moe_numbers, strict=True):
+            if hasattr(experts, "before_wait"):
+                following = self._layers[number + 1 : number + 2]
+                weights = following[0].first_weights if following else []
+                experts.before_wait = partial(fetch_ahead, weights)
 
     def prefill(self, tokens: Tensor, slot: int, start: int, pages: Tensor) -> Tensor:
         """Logits float32 [V] after ``tokens`` int64 [T] on the device, which follow ``start`` tokens of the

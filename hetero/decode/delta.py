@@ -55,6 +55,10 @@ class DeltaMixer:
         return self._in.format
 
     @property
+    def first_weights(self) -> list[Tensor]:
+        return [matrix.packed for matrix in self._in.matrices]
+
+    @property
     def nbytes(self) -> int:
         return self.state.nbytes
 

@@ -62,6 +62,10 @@ class Connection:
         down, up = (part.matrices[0].packed for part in (self._down, self._up))
         self._step = MixWeights(self._norm, down, up, self._count, self._eps)
 
+    @property
+    def weights(self) -> list[Tensor]:
+        return [self._step.down, self._step.up]
+
     def step(self, fmt: Format, stream: HyperStream) -> tuple[Normed, Tensor]:
         """(the block's input as rows for ``fmt``, its injection), R <= 16."""
         added = Sum(None, None, None) if stream.added is None else stream.added  # type: ignore[arg-type]
@@ -108,6 +112,10 @@ class HyperLayer:
     @property
     def nbytes(self) -> int:
         return self.mixer.nbytes + (0 if self.ngrams is None else self.ngrams.nbytes)
+
+    @property
+    def first_weights(self) -> list[Tensor]:
+        return [*self.around_mixer.weights, *self.mixer.first_weights]
 
     def step(self, stream: HyperStream, inputs: StepInputs) -> HyperStream:
         streams = stream.streams

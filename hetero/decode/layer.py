@@ -46,6 +46,11 @@ class Layer(Protocol):
         """Of the state of all slots."""
         ...
 
+    @property
+    def first_weights(self) -> list[Tensor]:
+        """What ``step`` reads first."""
+        ...
+
     def step(self, stream: Any, inputs: StepInputs) -> Any: ...
 
     def prefill(self, stream: Any, chunk: Chunk) -> Any: ...
@@ -77,6 +82,10 @@ class PlainLayer:
     @property
     def nbytes(self) -> int:
         return self.mixer.nbytes
+
+    @property
+    def first_weights(self) -> list[Tensor]:
+        return self.mixer.first_weights
 
     def step(self, stream: PlainStream, inputs: StepInputs) -> PlainStream:
         x = self.mixer_norm.step(self.mixer.format, stream.residual, stream.added)

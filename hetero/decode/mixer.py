@@ -24,6 +24,11 @@ class Mixer(Protocol):
         """Of the state of all slots."""
         ...
 
+    @property
+    def first_weights(self) -> list[Tensor]:
+        """What ``step`` reads first."""
+        ...
+
     def step(self, x: Normed, inputs: StepInputs) -> Tensor:
         """One token of every row, R <= 16: [R, H] of x.rows and x.x, finite in idle
         rows. Capturable: no sync, and nothing on the host depends on data."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -152,6 +152,8 @@ class HybridExperts:
         spec, self.device = experts.spec, shared.device
         self.experts, self.layer, self.port, self.shared, self.arena = experts, layer, port, shared, arena
         self.slots = slots
+        # Recorded by ``collect`` where the GPU has nothing left to do but to wait for the CPU.
+        self.before_wait: Callable[[], None] | None = None
         self._pending: deque[_Step] = deque()
         self.launch: ExpertLaunch | None = None
         if arena is not None:
@@ -223,6 +225,8 @@ class HybridExperts:
                 self.cache.memory, step.quantised, step.addresses, step.weights, step.sources
             )
         stamps.lap_experts(self.cache.totals[:3], self.experts.whole_bytes)
+        if self.before_wait is not None:
+            self.before_wait()
         self.port.record_collect(self.layer)
         stamps.lap(WAIT)
         result: Tensor = self.port.payload(self.layer).result

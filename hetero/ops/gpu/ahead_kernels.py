@@ -1,0 +1,42 @@
+"""A Triton kernel that asks for memory to be brought into the L2 cache of the GPU."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fetch(
+    first, second, third, fourth, first_bytes, second_bytes, third_bytes, fourth_bytes, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Program (CHUNK bytes of the four pieces, whose sizes are multiples of 16, one after the other in whole
+    chunks). Nothing waits for what is asked for."""
+    chunk = tl.program_id(0)
+    of_first, of_second = tl.cdiv(first_bytes, CHUNK), tl.cdiv(second_bytes, CHUNK)
+    of_third = tl.cdiv(third_bytes, CHUNK)
+    if chunk < of_first:
+        _fetch_chunk(first, chunk, first_bytes, CHUNK)
+    elif chunk < of_first + of_second:
+        _fetch_chunk(second, chunk - of_first, second_bytes, CHUNK)
+    elif chunk < of_first + of_second + of_third:
+        _fetch_chunk(third, chunk - of_first - of_second, third_bytes, CHUNK)
+    else:
+        _fetch_chunk(fourth, chunk - of_first - of_second - of_third, fourth_bytes, CHUNK)
+
+
+@triton.jit
+def _fetch_chunk(piece, chunk, size, CHUNK: tl.constexpr):
+    at = piece.to(tl.int64) + chunk.to(tl.int64) * CHUNK
+    # By one thread of the program.
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred one;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 one, thread, 0;
+        @one cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [at, tl.minimum(size - chunk * CHUNK, CHUNK)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
