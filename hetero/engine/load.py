@@ -174,7 +174,8 @@ def stats_recorder(loaded: Loaded, say: Callable[[str], None]) -> Recorder:
     """What adds the use of the model's experts to the statistics of all its runs."""
     # The configuration as it is named and planned with, which is that of the folder's file.
     ref = replace(resolve_model(str(loaded.folder)), name=loaded.name)
-    return Recorder(ref, lambda: expert_uses(loaded.runnable.model), say)
+    runner = loaded.runnable.runner
+    return Recorder(ref, lambda: expert_uses(loaded.runnable.model) if runner is None else runner.uses(), say)
 
 
 def prepare(

@@ -113,13 +113,18 @@ class Counted:
     def counts(self) -> Any:
         return SimpleNamespace(gpu=6, pcie=3, cpu=1)
 
+    def uses(self) -> list[int]:
+        return [4, 0, 2]
+
     def forget(self) -> None:
         pass
 
 
 def test_what_is_told_of_the_experts() -> None:
     decoder = PagedDecoder(1, CONTEXT)
-    runner = GpuRunner(decoder, [Counted(), Counted()], handoff=None, slots=1, context=CONTEXT)
+    experts = [Counted(), Counted()]
+    runner = GpuRunner(decoder, experts, handoff=None, slots=1, context=CONTEXT, numbers=(1, 3))
+    assert runner.uses() == {1: [4, 0, 2], 3: [4, 0, 2]}
     assert runner.reads() == {"gpu": (12, 120), "pcie": (6, 60), "cpu": (2, 20)}
     told = "[experts: 60% in GPU memory, 30% read over the bus, 10% computed by the CPU]"
     assert tiers(runner.reads()) == told

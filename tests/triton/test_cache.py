@@ -92,6 +92,7 @@ def test_follows_the_policy(slots: int, generator: torch.Generator) -> None:
     hybrid = make(slots, generator)
     cache, policy = hybrid.cache, Policy()
     gpu = pcie = cpu = stayed = moved = 0
+    chosen = [0] * EXPERTS
     for number in range(6):
         ids = torch.randint(-1, EXPERTS + 1, (1 + number % 3, 2), generator=generator)
         share = (0.0, 0.5, 1.0)[number % 3]
@@ -99,6 +100,7 @@ def test_follows_the_policy(slots: int, generator: torch.Generator) -> None:
         before = check_slots(cache)
         free = cache.free.tolist()[0]
         flat = ids.flatten().tolist()
+        chosen = [count + flat.count(expert) for expert, count in enumerate(chosen)]
         used = sorted({expert for expert in flat if 0 <= expert < EXPERTS})
         missing = sorted((e for e in used if e not in before), key=lambda e: (flat.count(e) > 1, e))
         taken = missing[: math.floor(len(missing) * share + 0.5)]
@@ -141,6 +143,7 @@ def test_follows_the_policy(slots: int, generator: torch.Generator) -> None:
         counts = hybrid.counts()
         assert (counts.gpu, counts.pcie, counts.cpu, counts.stayed) == (gpu, pcie, cpu, stayed)
         assert counts.moved == moved
+        assert hybrid.uses() == chosen
 
 
 def test_seeded_by_counts(generator: torch.Generator) -> None:
@@ -178,3 +181,4 @@ def test_a_prompt_counts_as_steps(generator: torch.Generator) -> None:
     decay = 2 ** (-1 / HALF_LIFE)
     assert cache._often.tolist()[5] == pytest.approx((1 - decay**128) / (1 - decay), rel=1e-5)
     assert cache._often.tolist()[4] == 0
+    assert cache.chosen.tolist() == uses.tolist()

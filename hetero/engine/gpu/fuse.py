@@ -92,6 +92,7 @@ class Fusing:
             wait=options.wait,
             chunk=options.chunk,
             pages=pages,
+            numbers=decoder.moe_numbers,
             closing=[one.arena.close for one in hybrid if one.arena is not None],
         )
         # At the end of the process at the latest the worker ends, and memory is unpinned while CUDA is there.

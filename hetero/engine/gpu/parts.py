@@ -33,6 +33,9 @@ class Experts(Protocol):
     def counts(self) -> Counts:
         """Waits for the device."""
 
+    def uses(self) -> list[int]:
+        """How often each expert was chosen, by steps and prompts. Waits for the device."""
+
     def forget(self) -> None:
         """A recording was given up: what was submitted will not be collected."""
 

@@ -60,6 +60,7 @@ class GpuRunner:
     graphs, which on the CPU is so in any case. ``shared``: what the experts have in common. ``wait``: how the
     host waits, one of ``graphs.WAITS``. ``chunk``: tokens of a prompt that are read at once. ``closing``: is
     called at the end. ``pages``: of keys and values, as the decoder was made with; None: all that slots need.
+    ``numbers``: which of the model's layers the MoE layers are.
 
     One thread at a time. Call ``capture`` before the first step, once weights and options will not change any
     more.
@@ -80,6 +81,7 @@ class GpuRunner:
         chunk: int | None = None,
         closing: Sequence[Callable[[], None]] = (),
         pages: int | None = None,
+        numbers: Sequence[int] = (),
     ) -> None:
         self.decoder, self.experts, self.handoff = decoder, list(experts), handoff
         self.slots, self.context, self.rows = slots, context, tuple(sorted(rows))
@@ -97,6 +99,7 @@ class GpuRunner:
         self._stream: Any = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._waiter = Waiter(wait) if on_gpu else None
         self._shared = shared
+        self._numbers = numbers
         self.chunk = chunk or settings().prefill_chunk
         self._free = list(range(slots - 1, -1, -1))
         self._length = [0] * slots
@@ -257,6 +260,10 @@ class GpuRunner:
                 more: int = getattr(counts, tier)
                 found[tier] = count + more, nbytes + more * one.expert_bytes
         return found
+
+    def uses(self) -> dict[int, list[int]]:
+        """How often each expert was chosen so far, by the index of the model's layer. As ``reads``."""
+        return {number: one.uses() for number, one in zip(self._numbers, self.experts, strict=False)}
 
     @property
     def vram_bytes(self) -> int:

@@ -70,6 +70,7 @@ class ExpertCache:
         self._seen = torch.full((cells,), _FIRST, device=device)
         self._used = (rates * _FIRST).to(device)
         self.totals = state(5, 0, torch.int64)
+        self.chosen = state(experts, 0, torch.int64)  # how often each, for statistics
         self._decay, self._fade = 2.0 ** (-1.0 / HALF_LIFE), 2.0 ** (-1.0 / MEMORY)
         self.sizes: dict[str, Any] = {
             "EXPERTS": experts,
@@ -119,6 +120,7 @@ class ExpertCache:
     def observe(self, uses: Tensor, steps: int) -> None:
         """Count ``uses`` [experts] of that many tokens, on the device, as if decode had made them: a prompt
         tells what its answer will use."""
+        self.chosen.add_(uses)
         recent = min(steps, int(2 * HALF_LIFE))
         kept = self._decay**recent
         steady = uses.to(torch.float32) / steps * ((1.0 - kept) / (1.0 - self._decay))
@@ -136,8 +138,8 @@ class ExpertCache:
             return
         cache_kernels.choose[(1,)](
             ids, self.slot_of, self.free, self.incoming, self._age, self._often, self._seen, self._used,
-            self._moves, self._most, self.totals, ids.numel(), self._decay, self._fade, PRIOR, GAIN,
-            **self.sizes, MOVES=self.moves, num_warps=8,
+            self.chosen, self._moves, self._most, self.totals, ids.numel(), self._decay, self._fade, PRIOR,
+            GAIN, **self.sizes, MOVES=self.moves, num_warps=8,
         )  # fmt: skip
         programs = 1 if self.device.type == "cpu" else _FETCHERS
         cache_kernels.fetch[(programs, self.moves)](

@@ -117,8 +117,9 @@ def _cell(age, often, rate):
 
 @triton.jit
 def choose(
-    ids, slot_of, free, incoming, age, often, seen, used, moves, most, counts, pairs, decay, fade, prior,
-    gain, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, RESERVE: tl.constexpr, MOVES: tl.constexpr,
+    ids, slot_of, free, incoming, age, often, seen, used, chosen, moves, most, counts, pairs, decay, fade,
+    prior, gain,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, RESERVE: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """After a step that used ``ids`` int64 [pairs]: learn from it, take in what it has read into free slots,
     and tell ``fetch`` what else should come; one program.
@@ -126,16 +127,17 @@ def choose(
     ``moves`` int32 [MOVES, 2]: an expert and the slot for it, or -1; at most ``most`` int32 [1] of them. An
     expert comes where it is worth ``gain`` more than the least worthy one that is here, so that experts which
     are used alike do not take turns. Added to ``counts`` + 3 and + 4 int64: experts that stayed, and that
-    were moved.
+    were moved; to ``chosen`` int64 [EXPERTS]: the pairs of each expert.
     """
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
     old = tl.load(age + expert, known, 0)
     uses = tl.load(often + expert, known, 0.0)
-    now = expert < 0
+    times = tl.zeros((WIDTH,), tl.int32)
     for pair in range(pairs):
-        now = now | (expert == tl.load(ids + pair))
-    now = now & known
+        times += (expert == tl.load(ids + pair)).to(tl.int32)
+    now = known & (times > 0)
+    tl.store(chosen + expert, tl.load(chosen + expert, known, 0) + times, known)
     cell = tl.arange(0, CELLS)
     was = (_cell(old, uses, 1.0 - decay)[:, None] == cell[None, :]) & known[:, None]
     all_seen = tl.load(seen + cell) * fade + tl.sum(was.to(tl.float32), 0)

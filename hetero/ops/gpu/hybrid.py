@@ -285,6 +285,12 @@ class HybridExperts:
         """Fill the slots with the experts of the highest ``counts`` [experts]. Between steps only."""
         self.cache.seed(counts)
 
+    def uses(self) -> list[int]:
+        """How often each expert was chosen, by steps and prompts, while GPU memory holds some; waits for the
+        device."""
+        chosen: list[int] = self.cache.chosen.tolist()
+        return chosen
+
     def counts(self) -> TierCounts:
         """Waits for the device."""
         return TierCounts(*map(int, self.cache.totals.tolist()))
