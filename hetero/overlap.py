@@ -1,8 +1,8 @@
 """What CPU, GPU and PCIe did at the same time: the summary of a trace whose GPU stamped its work.
 
-Busy are: the CPU while experts compute; the GPU in all of its laps but those in which it only waits for the
-CPU; PCIe while experts are read in place, moved or streamed. ``share of a hidden under b`` is the part of a's
-busy time in which b was busy as well.
+Busy are: the CPU while experts compute; the GPU in all of its laps but those in which it only waits for CPU or
+host; PCIe while experts are read in place, moved or streamed. The share of one that is hidden under another is
+the part of its busy time in which the other was busy as well.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hetero.trace import (
     HITS,
     IN_PLACE,
     MOVE,
+    PLAN,
     PREFILL,
     STAMPED,
     STREAM,
@@ -28,6 +29,8 @@ from hetero.trace import (
     Span,
     Step,
 )
+
+_IDLE = (WAIT, PLAN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,4 +206,4 @@ def choice_lines(told: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _busy(parts: Iterable[Span], lane: str) -> list[Interval]:
-    return union((part.start, part.end) for part in parts if part.lane == lane and part.name != WAIT)
+    return union((part.start, part.end) for part in parts if part.lane == lane and part.name not in _IDLE)

@@ -41,6 +41,8 @@ MIXER, ROUTER, SUBMIT, HITS, WAIT, HEAD = (
 )  # fmt: skip
 """Of a GPU that stamps its work: attention or delta rule; router; looking up and handing over experts; its
 own experts; waiting for the CPU's sum and nothing else; final norm, output layer and what follows it."""
+PLAN = "host divides experts"
+"""Of a GPU that waits until the host knows a chunk's routing and has divided its experts over the tiers."""
 IN_PLACE, MOVE, STREAM = "read in place", "cache move", "streamed experts"
 """On the lane "pcie": experts that the GPU reads from host memory, within its own experts' span; one that
 comes into the cache; those of a prefill."""
@@ -331,4 +333,4 @@ def _kind(part: Span) -> str:
         return part.lane
     if part.lane == "cpu" and part.name in (EXPERTS, DEFERRED):
         return EXPERTS
-    return WAIT if part.name == WAIT else DENSE
+    return WAIT if part.name in (WAIT, PLAN) else DENSE

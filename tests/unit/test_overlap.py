@@ -19,6 +19,7 @@ from hetero.trace import (
     IN_PLACE,
     MIXER,
     MOVE,
+    PLAN,
     PREFILL,
     SHARED,
     STAMPED,
@@ -114,6 +115,17 @@ def test_steps_without_stamps_are_left_out() -> None:
     plain = Step(Span(0, "step", "gpu", -1, 0, 0, 10 * US, 0, 1), ())
     assert overlap([plain]).steps == 0
     assert overlap([plain]).lines() == []
+
+
+def test_waiting_for_the_host_is_no_work() -> None:
+    parts = (
+        Span(0, "gpu", PLAN, 0, 0, 0, 10 * US, 0, 1),
+        Span(0, "gpu", MIXER, 0, 0, 10 * US, 30 * US, 0, 1),
+    )
+    steps = [Step(Span(1, "step", STAMPED, -1, 0, 0, 40 * US, 0, 1), parts)]
+    assert overlap(steps).gpu_s == pytest.approx(20e-6)
+    assert overlap(steps).host_s == pytest.approx(20e-6)
+    assert summarise(steps).dense_s == pytest.approx(20e-6)
 
 
 def test_deferred_and_moved_experts_count() -> None:

@@ -28,7 +28,7 @@ from hetero.ops.gpu.cache import ExpertCache
 from hetero.ops.gpu.launch import ExpertLaunch, Sorted, sorted_places, tiling
 from hetero.ops.gpu.pinned import PinnedArena
 from hetero.ops.gpu.tiers import CPU_ALONE, Ints, Rates, Split, Strategy, split_chunk
-from hetero.trace import EXPERTS, HITS, STREAM, WAIT, Counted, clock, recorder
+from hetero.trace import EXPERTS, HITS, PLAN, STREAM, WAIT, Counted, clock, recorder
 
 PIECE = 96 << 20
 """Bytes of a staging buffer, about: whole experts, at least one."""
@@ -210,6 +210,7 @@ class Prefiller:
             strategy=self.strategy,
         )
         cache.observe(uses, tokens)
+        stamps.lap(PLAN)
         chunk = Chunk(self, layer, out, split, tokens)
         pieces = [*sent, *self._pieces(layer, split.pcie.tolist(), sent)]
         order, addresses = self._order(layer, split, slot_of, pieces)
