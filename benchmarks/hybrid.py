@@ -294,13 +294,12 @@ def timed_tiling(layer: HybridExperts, x: Any, ids: Any, weights: Any, shape: Ti
     assert layer.launch is not None
     prefiller, flat = layer.shared.prefiller, ids.flatten()
     rows = torch.bincount(flat, minlength=layer.cache.experts).cpu().numpy()
-    order = list(range(layer.cache.experts))
-    slot_of = layer.cache.slot_of.tolist()
-    addresses = [layer.cache.cache_at + slot_of[e] * layer.cache.stride for e in order]
+    order = torch.arange(layer.cache.experts).numpy()
+    addresses = layer.cache.cache_at + layer.cache.slot_of.cpu().long().numpy() * layer.cache.stride
     from hetero.ops.gpu.hybrid_prefill import _batches
 
     batches, tiles, where = _batches(order, addresses, rows, shape.rows, [len(order)])
-    edges = torch.tensor(tiles, dtype=torch.int32, device="cuda").view(-1, 2)
+    edges = torch.tensor(tiles, dtype=torch.int32, device="cuda")
     places = sorted_places(flat)
     at = torch.tensor(where, dtype=torch.int64, device="cuda")
     out = torch.empty(len(x), x.shape[1], device="cuda")

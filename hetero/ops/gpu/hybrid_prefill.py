@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -38,6 +39,7 @@ BUFFERS = 2
 ROWS = 8192
 """Sorted rows that are computed at a time, at most; also the most tokens of a chunk."""
 
+_FEW = 2048  # tokens that take no time to send down
 _KEPT = 512  # records
 _MANY = 16  # rows of an expert beyond which the CPU's time is that of arithmetic
 _WIDTH = 1024  # numbers of a program
@@ -80,6 +82,15 @@ class _Piece:
     buffer: int
     ready: Any = None
     is_sent: bool = False
+
+
+class _Down(NamedTuple):
+    """A chunk's tokens on the host, once ``arrived``."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    arrived: Any
 
 
 class _Batch(NamedTuple):
@@ -138,6 +149,7 @@ class Prefiller:
         self._lent: deque[tuple[Any, Tensor]] = deque()  # host memory that kernels read until an event
         self._sent: dict[int, list[_Piece]] = {}  # layer -> pieces that cross before its routing is known
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hetero-prefill")
+        self._cpu_takes = False  # part of the last chunk
         self._scale = 1.0  # of the CPU's times, as measured
 
     @property
@@ -185,9 +197,12 @@ class Prefiller:
         tokens, experts = x.shape[0], cache.experts
         x, weights = x.bfloat16().contiguous(), weights.float().contiguous()
         out = torch.empty(tokens, x.shape[1], dtype=torch.float32, device=self.device)
+        # The CPU's tokens go down before it is known whether it gets any: it can begin the sooner.
+        early = launch is None or self._cpu_takes or tokens <= _FEW
+        down = self._send_down(x, ids, weights) if early else None
         if launch is None:
             alone = Chunk(self, layer, out.zero_(), CPU_ALONE, tokens)
-            alone.job = self._send_down(layer, x, ids, weights)
+            alone.job = self._begin(layer, down or self._send_down(x, ids, weights), None)
             return alone
         flat = ids.flatten()
         flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
@@ -212,21 +227,20 @@ class Prefiller:
         cache.observe(uses, tokens)
         stamps.lap(PLAN)
         chunk = Chunk(self, layer, out, split, tokens)
+        self._cpu_takes = len(split.cpu) > 0
+        if self._cpu_takes:
+            theirs = np.zeros(experts, dtype=bool)
+            theirs[split.cpu] = True
+            chunk.job = self._begin(layer, down or self._send_down(x, ids, weights), theirs)
         pieces = [*sent, *self._pieces(layer, split.pcie.tolist(), sent)]
         order, addresses = self._order(layer, split, slot_of, pieces)
-        shape = tiling(float(rows[order].mean()) if order else 0.0)
+        shape = tiling(float(rows[order].mean()) if len(order) else 0.0)
         batches, tiles, of_tile = _batches(order, addresses, rows, shape.rows, self._ends(split, pieces))
-        # Where each expert's pairs come: the GPU's in the order in which it takes them, nobody's, the CPU's.
+        # Where each expert's pairs come: the GPU's in the order in which it takes them, then the others.
         rank = np.full(experts + 1, experts, dtype=np.int64)
-        rank[split.cpu] = experts + 1
         rank[order] = np.arange(len(order))
-        told = self._to_device(np.concatenate([rank, np.array(of_tile + tiles, dtype=np.int64)]))
-        keys = told[: experts + 1][flat]
-        if len(split.cpu):
-            chunk.job = self._send_down(
-                layer, x, torch.where(keys == experts + 1, flat, -1).view_as(ids), weights
-            )
-        told = told[experts + 1 :]
+        told = self._to_device(np.concatenate([rank, of_tile, tiles.ravel()]))
+        keys, told = told[: experts + 1][flat], told[experts + 1 :]
         where, edges = told[: len(of_tile)], told[len(of_tile) :]
         pairs = Sorted(*sorted_places(keys), edges.int().view(-1, 2), where)
         first = True
@@ -249,25 +263,33 @@ class Prefiller:
             self._send_ahead(following, np.flatnonzero(next_slot_of < 0).tolist())
         return chunk
 
-    def _send_down(
-        self, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor
-    ) -> Future[tuple[Tensor, float]]:
-        """The CPU's tokens, and its pool behind them."""
+    def _send_down(self, x: Tensor, ids: Tensor, weights: Tensor) -> _Down:
         with self._stream(1):
             rows, chosen, factors = (self._to_host(part) for part in (x, ids, weights))
-            arrived = self._event()
-        result = torch.empty(x.shape, dtype=torch.float32, pin_memory=self._cuda)
+            return _Down(rows, chosen, factors, self._event())
+
+    def _begin(
+        self, layer: Layer, down: _Down, theirs: npt.NDArray[np.bool_] | None
+    ) -> Future[tuple[Tensor, float]]:
+        """The CPU's pool on what came down, of ``theirs`` [experts] or all."""
+        result = torch.empty(down.x.shape, dtype=torch.float32, pin_memory=self._cuda)
         number = stamps.layer_now(layer.layer)
 
         def work() -> tuple[Tensor, float]:
-            if arrived is not None:
-                arrived.synchronize()
+            if down.arrived is not None:
+                down.arrived.synchronize()
+            ids = down.ids
+            if theirs is not None:
+                given = ids.numpy()
+                known = (given >= 0) & (given < len(theirs))
+                meant = known & theirs[np.where(known, given, 0)]
+                ids = torch.from_numpy(np.where(meant, given, -1))
             began = clock()
-            layer.experts.forward(rows, chosen, factors, result)
+            layer.experts.forward(down.x, ids, down.weights, result)
             ended = clock()
             if recorder.active:
-                read = Counted(_distinct(chosen, layer.cache.experts), layer.experts.whole_bytes)
-                recorder.add(("cpu", EXPERTS, number, began, ended, len(chosen), read))
+                read = Counted(_distinct(ids, layer.cache.experts), layer.experts.whole_bytes)
+                recorder.add(("cpu", EXPERTS, number, began, ended, len(ids), read))
             return result, (ended - began) / 1e9
 
         return self._pool.submit(work)
@@ -301,25 +323,23 @@ class Prefiller:
 
     def _order(
         self, layer: Layer, split: Split, slot_of: Ints, pieces: Sequence[_Piece]
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[Ints, Ints]:
         """The GPU's experts in the order in which it computes them, and where each is by then."""
         cache, half = layer.cache, self._staging.numel() // BUFFERS
-        order = split.gpu.tolist()
-        addresses = [cache.cache_at + int(slot_of[expert]) * cache.stride for expert in order]
-        wanted = set(split.pcie.tolist())
+        order, addresses = [split.gpu], [cache.cache_at + slot_of[split.gpu] * cache.stride]
         for piece in pieces:
+            experts = np.array(piece.experts, dtype=np.int64)
             start = self._staging.data_ptr() + piece.buffer * half
-            for at, expert in enumerate(piece.experts):
-                if expert in wanted:
-                    order.append(expert)
-                    addresses.append(start + at * cache.stride)
-        return order, addresses
+            wanted = np.isin(experts, split.pcie)
+            order.append(experts[wanted])
+            addresses.append((start + np.arange(len(experts)) * cache.stride)[wanted])
+        return np.concatenate(order), np.concatenate(addresses)
 
     def _ends(self, split: Split, pieces: Sequence[_Piece]) -> list[int]:
         """How many of that order the GPU has seen after its own, and after each piece."""
-        wanted, ends = set(split.pcie.tolist()), [len(split.gpu)]
+        ends = [len(split.gpu)]
         for piece in pieces:
-            ends.append(ends[-1] + sum(expert in wanted for expert in piece.experts))
+            ends.append(ends[-1] + int(np.isin(piece.experts, split.pcie).sum()))
         return ends
 
     def _bring(self, layer: Layer, piece: _Piece) -> None:
@@ -418,28 +438,28 @@ def _runs(experts: Sequence[int], border: int) -> Iterator[tuple[int, int, int]]
 
 
 def _batches(
-    order: Sequence[int], addresses: Sequence[int], rows: Ints, height: int, ends: Sequence[int]
-) -> tuple[list[list[_Batch]], list[int], list[int]]:
+    order: Ints, addresses: Ints, rows: Ints, height: int, ends: Sequence[int]
+) -> tuple[list[list[_Batch]], Ints, Ints]:
     """Batches of each group of experts, where group i ends before ``order[ends[i]]``; the edges of all tiles
-    (first and last + 1 of their sorted rows), and their addresses. A batch has at most ``ROWS`` rows: as many
-    as an expert may have."""
+    [tiles, 2] (first and last + 1 of their sorted rows), and their addresses. A batch has at most ``ROWS``
+    rows: as many as an expert may have."""
+    mine = rows[order]
+    last = np.cumsum(mine)
+    count = (mine + height - 1) // height
+    tile_last = np.cumsum(count)
+    within = np.arange(int(count.sum())) - np.repeat(tile_last - count, count)
+    top = np.repeat(last - mine, count) + within * height
+    tiles = np.stack([top, np.minimum(top + height, np.repeat(last, count))], 1)
+    at_row, at_tile = np.concatenate([[0], last]), np.concatenate([[0], tile_last])
     groups: list[list[_Batch]] = []
-    tiles: list[int] = []
-    where: list[int] = []
-    begin = at = start = first = 0
-    for last in ends:
+    begin = 0
+    for end in ends:
         groups.append([])
-        for expert, address in zip(order[first:last], addresses[first:last], strict=True):
-            end = at + int(rows[expert])
-            if end - begin > ROWS:
-                groups[-1].append(_Batch((begin, at), (start, len(where))))
-                begin, start = at, len(where)
-            for top in range(at, end, height):
-                tiles += [top, min(top + height, end)]
-                where.append(address)
-            at = end
-        if at > begin:
-            groups[-1].append(_Batch((begin, at), (start, len(where))))
-            begin, start = at, len(where)
-        first = last
-    return groups, tiles, where
+        while begin < end:
+            fits = int(np.searchsorted(at_row, at_row[begin] + ROWS, side="right")) - 1
+            until = min(end, fits)
+            if at_row[until] > at_row[begin]:
+                edges = (at_row[begin], at_row[until]), (at_tile[begin], at_tile[until])
+                groups[-1].append(_Batch(*((int(a), int(b)) for a, b in edges)))
+            begin = until
+    return groups, tiles, np.repeat(addresses, count)
