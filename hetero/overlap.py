@@ -1,8 +1,8 @@
 """What CPU, GPU and PCIe did at the same time: the summary of a trace whose GPU stamped its work.
 
 Busy are: the CPU while experts compute; the GPU in all of its laps but those in which it only waits for the
-CPU or the host; PCIe while experts are read in place, moved or streamed. The share of one that is hidden under
-another is the part of its busy time in which the other was busy as well.
+CPU or the host; PCIe while experts are read in place, moved or streamed. The share of one that is hidden
+under another is the part of its busy time in which the other was busy as well.
 """
 
 from __future__ import annotations
