@@ -210,9 +210,7 @@ class Prefiller:
         following = self._layers.get(layer.layer + 1)
         looked = [uses.int(), cache.slot_of, *([following.cache.slot_of] if following else [])]
         rows, slot_of, next_slot_of = _thirds(torch.cat(looked).cpu().numpy().astype(np.int64), experts)
-        sent = self._sent.pop(layer.layer, [])
-        # Sent ahead for a later layer by a chunk that takes turns with this one, which needs their buffers.
-        self._sent.clear()
+        sent = self._take_sent(layer)
         rates = replace(self.rates, cpu=tuple((n, speed / self._scale) for n, speed in self.rates.cpu))
         split = split_chunk(
             rows,
@@ -358,6 +356,13 @@ class Prefiller:
             stamps.lap(STREAM, lane="pcie", nbytes=len(piece.experts) * stride)
             piece.ready = self._event()
         piece.is_sent = True
+
+    def _take_sent(self, layer: Layer) -> list[_Piece]:
+        """What was sent ahead for a layer. What a chunk that takes turns with this one has sent for a later
+        layer is given up: this one needs the buffers."""
+        sent = self._sent.pop(layer.layer, [])
+        self._sent.clear()
+        return sent
 
     def _send_ahead(self, layer: Layer, absent: list[int]) -> None:
         """Fill the staging buffers with what the next layer will very likely need."""
