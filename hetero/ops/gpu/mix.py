@@ -80,7 +80,9 @@ def mix_rows(
     parts = torch.empty(count, rows, outputs, dtype=torch.float32, device=device)
     has_out = block_out is not None and inject is not None
     new = torch.empty_like(streams) if has_out else streams
-    lines = 64 if device.type == "cpu" else _LINES  # the interpreter takes long for each program
+    # More rows leave registers for half of the weights.
+    lines, rank_depth = (_LINES, _RANK_DEPTH) if few == 1 else (_LINES // 2, _RANK_DEPTH // 2)
+    lines = 64 if device.type == "cpu" else lines  # the interpreter takes long for each program
     mix_kernels.project[(-(-outputs // lines), count, -(-rows // few))](
         streams, *added_parts(block_out if has_out else None, shared, gate, parts),
         inject if has_out else parts, weights.norm, weights.down, new, norms, parts, rows, weights.eps,
@@ -95,7 +97,7 @@ def mix_rows(
         new, norms, weights.norm, parts, weights.up, streams, out, given, *made, rows,
         STREAMS=triton.next_power_of_2(count), RANK=weights.rank, K_PAD=k_pad, HAS_OUT=has_out,
         QUANTISED=fmt.quantised, COLUMNS=_COLUMNS,
-        DEPTH=min(triton.next_power_of_2(weights.rank), _RANK_DEPTH), num_warps=_MIX_WARPS, **sizes,
+        DEPTH=min(triton.next_power_of_2(weights.rank), rank_depth), num_warps=_MIX_WARPS, **sizes,
     )  # fmt: skip
     return Mixed(made, out, given)
 
