@@ -131,13 +131,13 @@ def test_two_steps_in_flight_and_something_extra(generator: torch.Generator) -> 
 def test_the_split_ends_both_sides_together() -> None:
     shared = HybridShared("cpu", share=0.4)
     assert shared.shares()[:6].tolist() == [0, 0, 1, 1, 2, 2]
-    shared.balance(cpu=2.0, pcie=1.0)
+    shared.balance(cpu=2.0, pcie=1.0, lead=0.0, own=0.0)
     assert shared.shares()[:7].tolist() == [0, 0, 0, 1, 1, 1, 2]
-    cpu, pcie, lead = 29e3, 17e3, 12e-6
-    shared.balance(cpu, pcie, lead)
+    cpu, pcie, lead, own = 29e3, 17e3, 12e-6, 15e-6
+    shared.balance(cpu, pcie, lead, own)
     table = shared.shares().tolist()
     for misses in (1, 2, 3, 8, 80, LONGEST):
-        ends = [max(lead + (misses - t) / cpu, t / pcie) for t in range(misses + 1)]
+        ends = [max(lead + (misses - t) / cpu, t and own + t / pcie) for t in range(misses + 1)]
         assert ends[table[misses]] == min(ends)
     for wrong in ([1], [-1] * (LONGEST + 1)):
         with pytest.raises(ValueError, match="a split needs 1025 counts"):

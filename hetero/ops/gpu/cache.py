@@ -30,8 +30,8 @@ MOVES, RESERVE = 2, 1
 _FIRST = 16.0
 _OLD = 1 << 20
 # Words that a program of ``fetch`` has on their way, and programs of an expert: one multiprocessor alone
-# reads about 1 GB/s of host memory, and more than some 200 KB on their way only make others wait.
-_WORDS, _FETCHERS = 1024, 48
+# reads about 1 GB/s of host memory, and more than some 100 KB on their way only make others wait.
+_WORDS, _FETCHERS = 512, 48
 
 
 class ExpertCache:

@@ -227,8 +227,7 @@ class Prefiller:
         chunk = Chunk(self, layer, out, split, tokens)
         self._cpu_takes = len(split.cpu) > 0
         if self._cpu_takes:
-            theirs = np.zeros(experts, dtype=bool)
-            theirs[split.cpu] = True
+            theirs = np.isin(np.arange(experts), split.cpu)
             chunk.job = self._begin(layer, down or self._send_down(x, ids, weights), theirs)
         pieces = [*sent, *self._pieces(layer, split.pcie.tolist(), sent)]
         order, addresses = self._order(layer, split, slot_of, pieces)
