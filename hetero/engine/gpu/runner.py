@@ -198,12 +198,17 @@ class GpuRunner:
     # -- graphs
 
     def capture(self) -> None:
-        """Run every size once and make its graph, in place of one that was made before. Where an operator
-        cannot be captured, one warning names it and steps run eagerly."""
+        """Read a short prompt and run every size once, so that all kernels are there, and make the graphs, in
+        place of those that were made before. Where an operator cannot be captured, one warning names it and
+        steps run eagerly."""
         if self._stream is None:
             return
         self._tracing.close()
         self._graphs.clear()  # before others are made beside them
+        if self._free:
+            slot = self.claim()
+            self.prefill(slot, [0] * min(_WARM_PROMPT, self.context))
+            self.release(slot)
         with self._on_stream():
             for size in reversed(self.rows):
                 self._staging[size].idle()
