@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero import _cpu, cpu
+from hetero import _cpu, cpu, cpu_pool
 from hetero._cpu import kernels
 from hetero.core import Activation, ActKind
 from tests.cpu.kernel_runner import KINDS, TABLES, bits
@@ -189,10 +189,10 @@ def test_refused_tiles_mean_avx512_and_one_log_line(
     monkeypatch.setattr(_cpu.kernels, "features", lambda: denied)
     monkeypatch.setattr(_cpu, "best_isa", lambda: best)
     monkeypatch.delenv("HETERO_ISA", raising=False)
-    cpu._tell_refused_tiles.cache_clear()
+    cpu_pool._tell_refused_tiles.cache_clear()
     with caplog.at_level("WARNING", "hetero.cpu"):
         assert [cpu.pick_isa() for _ in range(3)] == ["avx512"] * 3
-    cpu._tell_refused_tiles.cache_clear()
+    cpu_pool._tell_refused_tiles.cache_clear()
     assert [record.message for record in caplog.records] == [
         "the operating system refuses this process AMX tiles (arch_prctl); avx512 is used"
     ]

@@ -18,6 +18,7 @@ from hetero import cpu
 from hetero.core import ExpertSpec, InputError
 from hetero.cpu import CpuExperts
 from hetero.formats import parse_format
+from hetero.hw import cpu as hw_cpu
 from hetero.hw import topology
 from hetero.hw.topology import Core, Node, Topology
 from tests.cpu.reference import fill, random_routing, random_weights, relative
@@ -248,7 +249,7 @@ def test_workers_sit_on_their_cores_and_leave_one() -> None:
     cpu.use_machine(None)
     if len(here.worker_cores) < 2:
         pytest.skip("one core: no worker")
-    if cpu.hw_cpu.quota() is not None:
+    if hw_cpu.quota() is not None:
         pytest.skip("under a CPU quota threads are not pinned")
     cpu.set_threads(len(here.worker_cores))
     cpu._cpu.pool_exercise(64, 100, -1)
@@ -264,7 +265,7 @@ def test_workers_sit_on_their_cores_and_leave_one() -> None:
 
 def test_a_caller_on_a_workers_core_steps_off_and_keeps_its_mask() -> None:
     here = topology.read()
-    if len(here.worker_cores) < 2 or cpu.hw_cpu.quota() is not None:
+    if len(here.worker_cores) < 2 or hw_cpu.quota() is not None:
         pytest.skip("no worker is pinned")
     cpu.set_threads(len(here.worker_cores))
     first, last = here.worker_cores[0].cpus, here.worker_cores[-1].cpus[0]
