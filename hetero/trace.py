@@ -41,6 +41,8 @@ MIXER, ROUTER, SUBMIT, HITS, WAIT, HEAD = (
 )  # fmt: skip
 """Of a GPU that stamps its work: attention or delta rule; router; looking up and handing over experts; its
 own experts; waiting for the CPU's sum and nothing else; final norm, output layer and what follows it."""
+AHEAD = "fetch ahead"
+"""Of a GPU that has nothing left to do in a layer but to wait: the next layer's weights come nearer."""
 PLAN = "host divides experts"
 """Of a GPU that waits until the host knows a chunk's routing and has divided its experts over the tiers."""
 IN_PLACE, MOVE, STREAM = "read in place", "cache move", "streamed experts"

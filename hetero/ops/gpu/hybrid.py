@@ -21,7 +21,7 @@ from hetero.ops.gpu.hybrid_prefill import ROWS, Chunk
 from hetero.ops.gpu.hybrid_shared import LONGEST, HybridShared
 from hetero.ops.gpu.launch import ExpertLaunch, check_format
 from hetero.ops.gpu.pinned import PinnedArena
-from hetero.trace import SUBMIT, WAIT
+from hetero.trace import AHEAD, SUBMIT, WAIT
 
 _GROUPS, _WIDTH = 8, 1024  # of a program: groups of 32 activations, results that are added
 
@@ -227,6 +227,7 @@ class HybridExperts:
         stamps.lap_experts(self.cache.totals[:3], self.experts.whole_bytes)
         if self.before_wait is not None:
             self.before_wait()
+            stamps.lap(AHEAD)
         self.port.record_collect(self.layer)
         stamps.lap(WAIT)
         result: Tensor = self.port.payload(self.layer).result

@@ -134,7 +134,9 @@ class Stamps:
                 self._side.synchronize()
                 after = clock()
                 brackets.append(Bracket(before, int(self._own[0].item()), after))
-        self.alignment.add(meet(brackets))
+        reading, last = meet(brackets), self.alignment.last
+        if last is None or reading.at > last.at:
+            self.alignment.add(reading)
         self._read_at = clock()
 
     def read_again(self) -> None:
