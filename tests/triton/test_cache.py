@@ -98,7 +98,7 @@ def test_follows_the_policy(slots: int, generator: torch.Generator) -> None:
         share = (0.0, 0.5, 1.0)[number % 3]
         hybrid.shared.set_share(share)
         before = check_slots(cache)
-        free = cache.free.tolist()[0]
+        free = cache.free.tolist()
         flat = ids.flatten().tolist()
         chosen = [count + flat.count(expert) for expert, count in enumerate(chosen)]
         used = sorted({expert for expert in flat if 0 <= expert < EXPERTS})
@@ -107,7 +107,8 @@ def test_follows_the_policy(slots: int, generator: torch.Generator) -> None:
         stays = taken[: cache.reserve]
         addresses, sources = step(hybrid, ids, generator)
         for expert, address, source in zip(flat, addresses, sources, strict=True):
-            slot, where = before.get(expert, free), cache.host_at + expert * cache.stride
+            where = cache.host_at + expert * cache.stride
+            slot = free[stays.index(expert)] if expert in stays else before.get(expert, 0)
             in_slot = cache.cache_at + slot * cache.stride
             if expert in stays:
                 assert (address, source) == (in_slot, where)

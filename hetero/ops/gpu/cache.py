@@ -24,14 +24,14 @@ PRIOR = 32.0
 GAIN = 0.04
 """By how much the chance of a use must be higher for an expert to take another one's slot."""
 
-MOVES, RESERVE = 2, 1
+MOVES, RESERVE = 2, 2
 """Experts that a step may bring beside its own work; slots kept free for those that it reads over PCIe."""
 
 _FIRST = 16.0
 _OLD = 1 << 20
-# Words that a program of ``fetch`` has on their way, and programs of an expert: one multiprocessor alone
-# reads about 1 GB/s of host memory, and more than some 100 KB on their way only make others wait.
-_WORDS, _FETCHERS = 512, 48
+# Words that a program of ``fetch`` has on their way, and programs: 200 KB together bring 45 GB/s, and more
+# would only make others wait.
+_WORDS, _FETCHERS = 2048, 24
 
 
 class ExpertCache:
@@ -142,6 +142,6 @@ class ExpertCache:
             GAIN, **self.sizes, MOVES=self.moves, num_warps=8,
         )  # fmt: skip
         programs = 1 if self.device.type == "cpu" else _FETCHERS
-        cache_kernels.fetch[(programs, self.moves)](
-            self._moves, self.memory, self.cache_at, self.host_at, self.stride, WORDS=_WORDS
+        cache_kernels.fetch[(programs,)](
+            self._moves, self.memory, self.cache_at, self.host_at, self.stride, MOVES=self.moves, WORDS=_WORDS
         )

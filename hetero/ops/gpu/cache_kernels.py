@@ -190,17 +190,18 @@ def choose(
 
 
 @triton.jit
-def fetch(moves, base, cache_at, host_at, stride, WORDS: tl.constexpr):
-    """Bring the experts of ``moves`` into their slots; programs (any number, MOVES), of few bytes in flight
-    each: what else crosses PCIe meanwhile should not wait behind a long queue. ``base``: any pointer to
-    bytes; ``stride`` in bytes."""
-    expert = tl.load(moves + 2 * tl.program_id(1)).to(tl.int64)
-    if expert >= 0:
-        slot = tl.load(moves + 2 * tl.program_id(1) + 1).to(tl.int64)
-        source = _at(base, host_at + expert * stride).to(tl.pointer_type(tl.int32))
-        target = _at(base, cache_at + slot * stride).to(tl.pointer_type(tl.int32))
-        words = stride // 4
-        for first in range(tl.program_id(0) * WORDS, words, tl.num_programs(0) * WORDS):
-            at = first + tl.arange(0, WORDS)
-            here = at < words
-            tl.store(target + at, tl.load(source + at, here, 0), here)
+def fetch(moves, base, cache_at, host_at, stride, MOVES: tl.constexpr, WORDS: tl.constexpr):
+    """Bring the experts of ``moves`` into their slots, one after the other; any number of programs, of few
+    bytes in flight each: what else crosses PCIe meanwhile should not wait behind a long queue. ``base``: any
+    pointer to bytes; ``stride`` in bytes."""
+    words = stride // 4
+    for one in range(MOVES):
+        expert = tl.load(moves + 2 * one).to(tl.int64)
+        if expert >= 0:
+            slot = tl.load(moves + 2 * one + 1).to(tl.int64)
+            source = _at(base, host_at + expert * stride).to(tl.pointer_type(tl.int32))
+            target = _at(base, cache_at + slot * stride).to(tl.pointer_type(tl.int32))
+            for first in range(tl.program_id(0) * WORDS, words, tl.num_programs(0) * WORDS):
+                at = first + tl.arange(0, WORDS)
+                here = at < words
+                tl.store(target + at, tl.load(source + at, here, 0), here)
