@@ -41,6 +41,7 @@ ROWS = 8192
 
 _FEW = 2048  # tokens that take no time to send down
 _KEPT = 512  # records
+_TELLING = 16 << 20  # bytes of a piece whose time tells a rate
 _MANY = 16  # rows of an expert beyond which the CPU's time is that of arithmetic
 _WIDTH = 1024  # numbers of a program
 _FASTER, _SLOWER = 0.5, 2.0  # what one layer may change of the rates
@@ -130,8 +131,8 @@ class Chunk:
 
 class Prefiller:
     """What the layers of a model share for prompts. ``add`` every layer before the first chunk; memory is
-    taken then and counts in ``nbytes``. ``strategy`` and ``rates`` may be changed between chunks; the CPU's
-    rates follow what it takes. One chunk of one layer at a time starts, several may be unfinished.
+    taken then and counts in ``nbytes``. ``strategy`` may be changed between chunks. Rates
+    follow what chunks take. One chunk of one layer at a time starts, several may be unfinished.
     """
 
     def __init__(self, device: torch.device, *, rates: Rates | None = None, piece: int = PIECE) -> None:
@@ -151,6 +152,8 @@ class Prefiller:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hetero-prefill")
         self._cpu_takes = False  # part of the last chunk
         self._scale = 1.0  # of the CPU's times, as measured
+        self._copied: deque[tuple[int, Any, Any]] = deque()  # bytes of pieces, and events around them
+        self._pcie = self.rates.pcie  # as measured beside the CPU's reads
 
     @property
     def nbytes(self) -> int:
@@ -179,6 +182,16 @@ class Prefiller:
         if record.cpu_s > 0.0 and record.expected_cpu_s > 0.0:
             ratio = min(max(record.cpu_s / record.expected_cpu_s, _FASTER), _SLOWER)
             self._scale *= ratio**0.25
+
+    def _measured(self) -> Rates:
+        """The rates as the last chunks had them."""
+        while self._copied and (self._copied[0][2] is None or self._copied[0][2].query()):
+            nbytes, began, ended = self._copied.popleft()
+            if ended is not None and nbytes >= _TELLING:
+                speed = nbytes / max(began.elapsed_time(ended) * 1e-3, 1e-9)
+                self._pcie += (speed - self._pcie) / 8
+        cpu = tuple((rows, speed / self._scale) for rows, speed in self.rates.cpu)
+        return replace(self.rates, cpu=cpu, pcie=self._pcie)
 
     def takes_turns(self, layer: Layer, rows: int) -> bool:
         """Whether a chunk is better computed in two halves, the CPU's experts of one beside the GPU's other
@@ -211,7 +224,7 @@ class Prefiller:
         looked = [uses.int(), cache.slot_of, *([following.cache.slot_of] if following else [])]
         rows, slot_of, next_slot_of = _thirds(torch.cat(looked).cpu().numpy().astype(np.int64), experts)
         sent = self._take_sent(layer)
-        rates = replace(self.rates, cpu=tuple((n, speed / self._scale) for n, speed in self.rates.cpu))
+        rates = self._measured()
         split = split_chunk(
             rows,
             slot_of >= 0,
@@ -349,11 +362,13 @@ class Prefiller:
         with self._stream(0):
             self._wait(self._free[piece.buffer])
             stamps.start()
+            began = self._event(timed=True)
             for at, expert, count in _runs(piece.experts, layer.arena.pieces):
                 to = room[at * stride : (at + count) * stride].view(count, stride)
                 to.copy_(layer.arena.view[expert : expert + count], non_blocking=True)
             stamps.lap(STREAM, lane="pcie", nbytes=len(piece.experts) * stride)
-            piece.ready = self._event()
+            piece.ready = self._event(timed=True)
+        self._copied.append((len(piece.experts) * stride, began, piece.ready))
         piece.is_sent = True
 
     def _take_sent(self, layer: Layer) -> list[_Piece]:
@@ -390,10 +405,10 @@ class Prefiller:
         with torch.cuda.stream(stream):
             yield
 
-    def _event(self) -> Any:
+    def _event(self, timed: bool = False) -> Any:
         if not self._cuda:
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
