@@ -132,8 +132,10 @@ def _format(inventory: Inventory, has_gpu: bool) -> Format:
 def _note(plan: Plan, path: Path) -> str:
     now = plan.today
     parts = [f"experts in {plan.request.expert_format}"] if plan.inventory.sites else []
-    parts.append(f"dense layers in {now.dtype}")
-    if plan.layout.gpu is not None and plan.inventory.sites:
+    parts.append(f"dense layers in {plan.layout.dense if now.fused else now.dtype}")
+    if now.fused is not None:
+        parts.append(f"a cache of experts on the GPU beside layers that {now.fused} fuses")
+    elif plan.layout.gpu is not None and plan.inventory.sites:
         parts.append(f"experts of {len(now.gpu_layers)} of {len(plan.inventory.sites)} layers on the GPU")
     if now.tier == "disk":
         parts.append(f"{now.ram_share:.0%} of the CPU's experts in main memory, the rest on disk")

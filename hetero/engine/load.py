@@ -120,13 +120,19 @@ def load_model(
     placement = experts.placement
     injected = inject.apply(model, placement)
     filled = experts.fill(injected.sinks)
+    homes = {name: str(one.loads_on) for name, one in model.named_modules() if hasattr(one, "loads_on")}
+
+    def home(tensor: str) -> str:
+        module = tensor.rpartition(".")[0]
+        return homes.get(module) or placement.device_of(module) or "cpu"
+
     with graphs.enough_memory():
         report = load(
             model,
             checkpoint,
             {name: sink for name, sink in injected.sinks.items() if name not in filled},
             dtype=DTYPES[dtype],
-            device=lambda name: placement.device_of(name.rpartition(".")[0]) or "cpu",
+            device=home,
             progress=progress,
             plan=plan,
             filled=filled,

@@ -196,7 +196,7 @@ def _waits(
     inventory: Inventory, hardware: Hardware, request: Request, layout: Layout, now: Today
 ) -> Iterator[str]:
     """What the bound takes for granted and today's operators lack."""
-    if layout.gpu is None:
+    if layout.gpu is None or now.fused is not None:
         if request.draft:
             yield "drafts: no speculative decoding yet"
     else:
@@ -210,10 +210,7 @@ def _waits(
         yield "fused operators in one CUDA graph: transformers' modules run one by one"
         yield "the hand-off inside the graph: activations are copied, and waited for, in every layer"
         if layout.dense == "int8":
-            yield (
-                "dense layers in 8 bits: op 'linear' loads them in bfloat16 first, so it frees no room for "
-                "experts; the rules keep bfloat16"
-            )
+            yield "dense layers in 8 bits: the rules keep bfloat16"
         if request.draft:
             yield "drafts: no speculative decoding yet"
     if layout.table == "disk":
@@ -319,6 +316,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "dtype": plan.today.dtype,
             "gpu_layers": list(plan.today.gpu_layers),
             "tier": plan.today.tier,
+            "fused": plan.today.fused,
             "ram_share": plan.today.ram_share,
             **_decode(plan.today.decode),
         },

@@ -24,7 +24,7 @@ def rule_file(plan: Plan) -> str:
         *(line for tier in _tiers(plan) for line in _comment(tier)),
         *_comment(
             f"Dense layers: run with --dtype {plan.dtype}. Decode, at most: "
-            f"{plan.today.decode.tok_s:.1f} tokens/s with these rules, "
+            + ("" if plan.today.fused else f"{plan.today.decode.tok_s:.1f} tokens/s with these rules, ")
             + " and ".join(f"{d.tok_s:.0f} ({d.routing} routing)" for d in plan.decode)
             + (" once the rest is built:" if plan.waits else " as the bound.")
         ),
@@ -38,6 +38,9 @@ def rule_file(plan: Plan) -> str:
     if plan.inventory.sites:
         fmt = plan.request.expert_format
         lines.append(f"  experts: {'keep' if plan.request.keep or fmt.kept_only else fmt}")
+    if plan.today.fused is not None:
+        lines.append(f"  dense: {'int8' if plan.layout.dense == 'int8' else 'bf16'}")
+        return "\n".join([*lines, f"extends: {plan.today.fused}"]) + "\n"
     if lines[-1] == "vars:":
         lines.pop()
     lines.append("rules:")

@@ -1,13 +1,14 @@
 """What of a plan the operators that exist can do: the rules that can be written, and how fast they run.
 
-Dense layers are transformers' modules, run one by one, in bfloat16 at least. Routed experts of whole layers
-lie on the GPU, the others on the CPU, in main memory or on disk behind a cache there. N-gram tables lie in
-main memory.
+Where a family's layers can be fused, a GPU is there and main memory holds all experts, that is the plan
+itself, without drafts. Else dense layers are transformers' modules, run one by one, in bfloat16 at least.
+Routed experts of whole layers lie on the GPU, the others on the CPU, in main memory or on disk behind a cache
+there. N-gram tables lie in main memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero.core import MachineError
 from hetero.formats import GPU_FORMATS
@@ -16,6 +17,7 @@ from hetero.plan.inventory import Inventory, Kind
 from hetero.plan.roofline import (
     Decode,
     Term,
+    decode,
     dense_terms,
     disk_terms,
     eager_operations,
@@ -36,6 +38,7 @@ from hetero.plan.tiers import (
     one_expert_bytes,
     sequences_bytes,
 )
+from hetero.rules.defaults import fused_rules_for
 
 HOP_US = 60.0  # a layer's activations to the CPU and back by blocking copies
 _RESERVED = 0.1  # of main memory, that the disk tier leaves alone
@@ -51,10 +54,14 @@ class Today:
     ram_share: float  # of the other experts that main memory holds
     decode: Decode
     why_not: str | None  # what keeps it from loading
+    fused: str | None = None  # the rule file that fuses the model's layers
 
 
 def plan_today(inventory: Inventory, hardware: Hardware, request: Request, layout: Layout) -> Today:
     """What can be run, within the memory of ``layout``."""
+    if (fused := _fused(inventory, layout)) is not None:
+        step = decode(inventory, hardware, replace(request, draft=0), layout, Routing("local"))
+        return Today("bfloat16", (), "ram", 1.0, step, None, fused)
     dtype = "bfloat16" if layout.dense == "int8" else layout.dense
     gpu_layers, why_not = _on_gpu(inventory, request, layout, dtype)
     share, missing = _in_ram(inventory, request, layout, dtype, gpu_layers)
@@ -66,6 +73,14 @@ def plan_today(inventory: Inventory, hardware: Hardware, request: Request, layou
         decode=_decode(inventory, hardware, request, layout, gpu_layers=gpu_layers, share=share),
         why_not=why_not or missing,
     )
+
+
+def _fused(inventory: Inventory, layout: Layout) -> str | None:
+    """The rule file that fuses the layers; None where that cannot be."""
+    fits = layout.copies and layout.in_ram >= 1.0 and layout.table != "disk"
+    if layout.gpu is None or not inventory.sites or not fits or layout.dense not in ("bfloat16", "int8"):
+        return None
+    return fused_rules_for(inventory.model_type)
 
 
 def _on_gpu(

@@ -40,6 +40,13 @@ def default_rules_for(model_type: str, has_gpu: bool) -> Path:
     return fallback
 
 
+def fused_rules_for(model_type: str) -> str | None:
+    """The name of the file that fuses the layers of a model type on a GPU; None where none does."""
+    path = default_rules_for(model_type, True)
+    ops = (rule.replace.op for rule in load_rules(path).rules)
+    return path.stem if any(op is not None and op.data == "fused" for op in ops) else None
+
+
 def for_dense(rules: RuleSet) -> RuleSet:
     """Shipped rules for a model that may lack what they are for: most GGUF files are of dense models, whose
     users expect that any runs."""

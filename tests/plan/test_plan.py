@@ -120,8 +120,8 @@ def test_terms_of_a_step() -> None:
     assert found.hit_rate == layout.on_gpu
 
 
-def test_today_has_no_cache_and_no_graph() -> None:
-    model, hardware = flagship(), machine(ram=256 * GIB)
+def test_today_of_a_family_without_fused_layers_has_no_cache_and_no_graph() -> None:
+    model, hardware = replace(flagship(), model_type="another"), machine(ram=256 * GIB)
     request = asked(vram=24 * GIB, context=1024)
     layout = lay_out(model, hardware, request, "int8")
     now = plan_today(model, hardware, request, layout)
@@ -138,6 +138,24 @@ def test_today_has_no_cache_and_no_graph() -> None:
     assert isclose(found["dense layers, GPU memory"], model.read_params * 2 / 1e12 * 1e3, rel_tol=1e-6)
     operations = 12 * (68 + 41) + 36 * (117 + 41)
     assert isclose(found[f"{operations} eager operations"], operations * 0.01)
+
+
+def test_fused_layers_are_the_plan_itself() -> None:
+    hardware, request = machine(ram=256 * GIB), asked(vram=24 * GIB, context=1024)
+    plan = make_plan("m", flagship(), hardware, request)
+    local = next(found for found in plan.decode if found.routing == "local")
+    assert (plan.today.fused, plan.today.decode, plan.waits) == ("qwen-gpu", local, ())
+    assert (plan.today.dtype, plan.today.tier, plan.today.why_not) == ("bfloat16", "ram", None)
+    text = rule_file(plan)
+    assert "extends: qwen-gpu" in text
+    assert f"dense: {'int8' if plan.layout.dense == 'int8' else 'bf16'}" in text
+    # Drafts are still to come, and neither experts on disk nor other types of dense layers are fused.
+    drafts = make_plan("m", flagship(), hardware, replace(request, draft=2))
+    assert drafts.today.decode == local
+    assert drafts.waits == ("drafts: no speculative decoding yet",)
+    assert make_plan("m", flagship(), machine(ram=64 * GIB), request).today.fused is None
+    assert make_plan("m", flagship(), hardware, replace(request, dense="float16")).today.fused is None
+    assert make_plan("m", flagship(), machine(gpu=False, ram=256 * GIB), asked()).today.fused is None
 
 
 def test_today_experts_beyond_memory_are_on_disk() -> None:

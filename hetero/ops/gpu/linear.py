@@ -38,6 +38,11 @@ class PackedLinear(nn.Module):
         self.bias: Tensor | None
         self.device = torch.device(device)
 
+    @property
+    def loads_on(self) -> str:
+        """The device to bring the weights to: quantised ones are packed by the CPU."""
+        return "cpu" if self.format.quantised else str(self.device)
+
     @staticmethod
     def from_module(
         module: nn.Module, *, name: str, config: Any, device: str, options: Mapping[str, Any]
