@@ -188,6 +188,20 @@ def test_no_slots() -> None:
         assert torch.equal(y, torch.zeros(tokens, 32))
 
 
+def test_sums_go_where_they_are_wanted(generator: torch.Generator) -> None:
+    spec = ExpertSpec(4, 64, 32, 2)
+    experts = fill(CpuExperts(spec, parse_format("int8")), random_weights(spec, generator))
+    x, ids, weights = random_routing(spec, 5, generator)
+    out = torch.full((7, 64), 7.0)
+    result = experts.forward(x, ids, weights, out[1:6])
+    assert result.data_ptr() == out[1:6].data_ptr()
+    assert torch.equal(out[1:6], experts.forward(x, ids, weights))
+    assert (out[[0, 6]] == 7.0).all()
+    for wrong in (out[:4], out[:5].double(), torch.empty(64, 5).T):
+        with pytest.raises(ValueError, match="output "):
+            experts.forward(x, ids, weights, wrong)
+
+
 def test_every_token_skipped(generator: torch.Generator) -> None:
     spec = ExpertSpec(num_experts=2, hidden=32, intermediate=32, top_k=2)
     experts = fill(CpuExperts(spec, parse_format("int4")), random_weights(spec, generator))
