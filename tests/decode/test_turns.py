@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from hetero.decode import turns
 from hetero.decode.inputs import Chunk
 from hetero.decode.turns import parted, prefill
 from hetero.ops.gpu.hybrid import DirectPort, HybridExperts
@@ -73,7 +74,10 @@ def beside(backends: list[Any]) -> list[HybridExperts]:
     return [HybridExperts(one, layer, port, shared) for layer, one in enumerate(backends)]
 
 
-def test_turns_give_the_bits_of_two_chunks(generator: torch.Generator) -> None:
+def test_turns_give_the_bits_of_two_chunks(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "ALIGNED", 16)
     changes: dict[str, Any] = {"num_hidden_layers": 2, "mlp_only_layers": []}
     model = tiny("qwen3_next", generator, layer_types=["linear_attention", "full_attention"], **changes)
     plain, turning = decoder_of(model), decoder_of(model)
@@ -82,25 +86,25 @@ def test_turns_give_the_bits_of_two_chunks(generator: torch.Generator) -> None:
         backends: list[Any] = given
         decoder.experts[:] = beside([one._backend for one in backends])
     turning.turns = True
-    tokens = tokens_of(70, generator)
-    prefilled(plain, tokens[:64], 1)
-    wanted = prefilled(plain, tokens[64:], 1, 64)
+    tokens = tokens_of(20, generator)
+    prefilled(plain, tokens[:16], 1)
+    wanted = prefilled(plain, tokens[16:], 1, 16)
     tape = Stamps(DEVICE).tape()
     since = recorder.next_number() + 1
     with recorder.recording(stamps=True):
-        recorder.begin_step(70)
+        recorder.begin_step(20)
         with tape.recording():
             start()
             logits = prefilled(turning, tokens, 1)
             tape.seal()
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        tape.tell(70)
+        tape.tell(20)
         recorder.end_step(STAMPED)
     assert torch.equal(logits, wanted)
     for decoder, given in zip((plain, turning), whole, strict=True):
         decoder.experts[:] = given
-    row = [(5, 1, 70)]
+    row = [(5, 1, 20)]
     assert torch.equal(step(turning, turning.inputs(1), row), step(plain, plain.inputs(1), row))
     # Two pieces of each layer, on the lanes of who computed them.
     (told,) = whole_steps(recorder.spans(since), since)
@@ -115,6 +119,7 @@ def test_one_half_is_at_its_mixer_while_the_others_experts_work(
 ) -> None:
     """The first half's experts wait until the second half has come through its mixer: were it one after the
     other, for ever."""
+    monkeypatch.setattr(turns, "ALIGNED", 16)
     decoder = decoder_of(tiny("qwen3_moe", generator, num_hidden_layers=1, mlp_only_layers=[]))
     given: list[Any] = decoder.experts
     (experts,) = decoder.experts[:] = beside([given[0]._backend])
@@ -134,5 +139,5 @@ def test_one_half_is_at_its_mixer_while_the_others_experts_work(
     monkeypatch.setattr(experts, "prefill_submit", submit)
     monkeypatch.setattr(experts.experts, "forward", compute)
     decoder.turns = True
-    assert torch.isfinite(prefilled(decoder, tokens_of(70, generator), 0)).all()
+    assert torch.isfinite(prefilled(decoder, tokens_of(20, generator), 0)).all()
     assert submitted == [2]
