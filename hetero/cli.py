@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,15 +22,26 @@ from hetero import (
     cli_plan,
     cli_profile,
     cli_rules,
+    cli_serve,
     cli_stats,
     terminal,
 )
-from hetero.config import MAX_THREADS, debug, settings, wait_passively
+from hetero.cli_model import (
+    CtxOption,
+    ModelArg,
+    ModelOptions,
+    RevisionOption,
+    StatsOption,
+    TraceOption,
+    checkpoint,
+    counted,
+    takes_model,
+)
+from hetero.config import debug, wait_passively
 from hetero.core import HeteroError, InputError, MachineError
 from hetero.trace_file import check_writable, to_file
 
 if TYPE_CHECKING:
-    from hetero.engine.experts import StoreOptions
     from hetero.engine.load import Loaded
 
 
@@ -102,62 +111,9 @@ app.command("stats")(cli_stats.show)
 app.command("plan")(cli_plan.plan)
 app.command("pack")(cli_pack.pack)
 app.command("doctor")(cli_doctor.doctor)
+app.command("serve")(cli_serve.serve)
 app.command("launch", context_settings=cli_launch.CONTEXT)(cli_launch.launch)
 
-ModelArg = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[MODEL]",
-        help="A folder, a .gguf file, OWNER/NAME of the Hub or synthetic:NAME; default: the demo model.",
-    ),
-]
-RevisionOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a model of the Hub.")
-]
-RulesOption = Annotated[
-    str | None,
-    typer.Option("--rules", metavar="FILE", help="Rule file; default: that of the model's family."),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the rule file."),
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Of dense layers: float32 (the default), bfloat16 (with fused layers) or float16; "
-        "with --auto the plan's."
-    ),
-]
-AutoOption = Annotated[
-    bool, typer.Option("--auto", help="Plan for this machine: formats and places that fit, as a rule file.")
-]
-IsaOption = Annotated[str, typer.Option(help="Of CPU experts: auto, scalar, avx2, avx512 or amx.")]
-ThreadsOption = Annotated[int | None, typer.Option(help="Threads; default: the physical cores.")]
-TierOption = Annotated[
-    str | None, typer.Option(help="Of experts: ram, or disk (those used most in RAM); default: the rules'.")
-]
-RamOption = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="Memory to count on, e.g. 60GiB, whatever the machine says it has."),
-]
-PackCacheOption = Annotated[
-    str,
-    typer.Option(
-        metavar="WORD|DIR",
-        help="Files of packed experts: auto uses them, write also makes them, off; or a folder for both.",
-    ),
-]
-VramOption = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="Most of a GPU's memory to take, all included, e.g. 24GiB."),
-]
-CtxOption = Annotated[
-    int | None, typer.Option(help="Most tokens of prompt and answer; default: the model's.")
-]
-HandoffOption = Annotated[
-    str, typer.Option(help="Between a graph and the CPU, with fused layers: auto, memop, spin or hostfunc.")
-]
 TemperatureOption = Annotated[float, typer.Option(help="0 takes the most likely token.")]
 TopKOption = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.")]
 TopPOption = Annotated[float, typer.Option(help="Keep the most likely tokens up to this mass.")]
@@ -168,17 +124,11 @@ StopOption = Annotated[list[str] | None, typer.Option(help="End before this text
 # Stands in a request that is checked before there is a tokenizer.
 _ANY_PROMPT = (0,)
 
-TraceOption = Annotated[
-    str | None,
-    typer.Option("--trace", metavar="FILE", help="Write when what ran, for chrome://tracing and Perfetto."),
-]
-StatsOption = Annotated[
-    bool, typer.Option("--no-stats", help="Do not add to the statistics of experts (hetero stats).")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")]
 
 
 @app.command()
+@takes_model
 def run(
     model: ModelArg = None,
     *,
@@ -192,17 +142,7 @@ def run(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message, for the chat template.")] = None,
-    rules: RulesOption = None,
-    set_: SetOption = None,
-    dtype: DtypeOption = None,
-    auto: AutoOption = False,
-    isa: IsaOption = "auto",
-    threads: ThreadsOption = None,
-    tier: TierOption = None,
-    ram: RamOption = None,
-    vram: VramOption = None,
-    handoff: HandoffOption = "auto",
-    pack_cache: PackCacheOption = "auto",
+    options: ModelOptions,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
@@ -243,26 +183,14 @@ def run(
     )
     # What is wrong with the request is told before the weights are read, which may take minutes.
     stops = tuple(stop or ())
-    store, size = _store(tier, ram, pack_cache), _vram(vram)
+    options.claim()
     request = Request(tuple(_ANY_PROMPT if given_ids is None else given_ids), sampling, max_tokens, stops)
 
-    loaded = _load(
-        *_folder(model, revision),
-        rules=rules,
-        sets=set_,
-        dtype=dtype,
-        isa=isa,
-        threads=threads,
-        store=store,
-        auto=auto,
-        context=ctx,
-        vram=size,
-        handoff=handoff,
-    )
+    loaded = options.load(*checkpoint(model, revision), context=ctx)
     ids = given_ids if given_ids is not None else _prompt_ids(loaded, prompt or "", system, raw)
     request = dataclasses.replace(request, prompt=tuple(ids), ignore_eos=ignore_eos)
     engine = Engine(loaded.runnable)
-    with _counted(loaded, no_stats), to_file(trace, terminal.note):
+    with counted(loaded, no_stats), to_file(trace, terminal.note):
         if as_json:
             typer.echo(terminal.result_json(loaded, engine.complete(request)))
             return
@@ -275,23 +203,14 @@ def run(
 
 
 @app.command()
+@takes_model
 def chat(
     model: ModelArg = None,
     *,
     revision: RevisionOption = None,
     ctx: CtxOption = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    rules: RulesOption = None,
-    set_: SetOption = None,
-    dtype: DtypeOption = None,
-    auto: AutoOption = False,
-    isa: IsaOption = "auto",
-    threads: ThreadsOption = None,
-    tier: TierOption = None,
-    ram: RamOption = None,
-    vram: VramOption = None,
-    handoff: HandoffOption = "auto",
-    pack_cache: PackCacheOption = "auto",
+    options: ModelOptions,
     temperature: TemperatureOption = 0.7,
     top_k: TopKOption = 0,
     top_p: TopPOption = 0.95,
@@ -318,21 +237,9 @@ def chat(
         seed=seed,
     )
     asked = Request(_ANY_PROMPT, sampling, max_tokens, tuple(stop or ()))
-    store, size = _store(tier, ram, pack_cache), _vram(vram)
+    options.claim()
 
-    loaded = _load(
-        *_folder(model, revision),
-        rules=rules,
-        sets=set_,
-        dtype=dtype,
-        isa=isa,
-        threads=threads,
-        store=store,
-        auto=auto,
-        context=ctx,
-        vram=size,
-        handoff=handoff,
-    )
+    loaded = options.load(*checkpoint(model, revision), context=ctx)
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise InputError(
@@ -343,236 +250,8 @@ def chat(
     def make(messages: list[terminal.Message]) -> Request:
         return dataclasses.replace(asked, prompt=tuple(tokenizer.chat(messages)))
 
-    with _counted(loaded, no_stats):
+    with counted(loaded, no_stats):
         terminal.chat_loop(Engine(loaded.runnable), make, system)
-
-
-@app.command()
-def serve(
-    model: ModelArg = None,
-    *,
-    revision: RevisionOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8080,
-    api_key_file: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="API keys, one a line; default: the one of HETERO_API_KEY."),
-    ] = None,
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Allow a host that others can reach, without a key.")
-    ] = False,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Answer to this name in the Host header; may be repeated."),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ORIGIN", help="Let pages of this origin use the server; may be repeated."),
-    ] = None,
-    slots: Annotated[int, typer.Option(help="Requests that run at once.")] = 8,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait; one more is answered 429.")] = 64,
-    ctx: CtxOption = None,
-    kv_tokens: Annotated[int | None, typer.Option(help="Tokens that the KV cache holds in all.")] = None,
-    prefix_cache: Annotated[
-        bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Reuse what earlier prompts began with.")
-    ] = True,
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="Refuse longer prompts.")] = None,
-    max_body: Annotated[int, typer.Option(metavar="BYTES", help="Refuse larger requests (413).")] = 16 << 20,
-    request_timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="End an answer after this time, as it is.")
-    ] = None,
-    drain: Annotated[float, typer.Option(metavar="SECONDS", help="Let answers end at SIGTERM.")] = 10.0,
-    log_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Append a line for every request.")
-    ] = None,
-    tool_format: Annotated[str, typer.Option(help="Of tool calls; auto: by the chat template.")] = "auto",
-    reasoning_format: Annotated[str, typer.Option(help="Of reasoning; auto: by the chat template.")] = "auto",
-    rules: RulesOption = None,
-    set_: SetOption = None,
-    dtype: DtypeOption = None,
-    auto: AutoOption = False,
-    isa: IsaOption = "auto",
-    threads: ThreadsOption = None,
-    tier: TierOption = None,
-    ram: RamOption = None,
-    vram: VramOption = None,
-    handoff: HandoffOption = "auto",
-    pack_cache: PackCacheOption = "auto",
-    trace: TraceOption = None,
-    no_stats: StatsOption = False,
-) -> None:
-    """Serve a model to OpenAI and Anthropic clients, with a page at /."""
-    from hetero.server.options import Options, is_loopback, open_socket
-    from hetero.server.safety import Policy, own_names, read_keys
-    from hetero.server.serve import serve as serve_model
-    from hetero.server.state import Limits
-
-    store, size = _store(tier, ram, pack_cache), _vram(vram)
-    keys = read_keys(api_key_file)
-    policy = Policy(keys=keys, origins=tuple(cors_origin or ()), body_bytes=max_body)
-    options = Options(
-        policy=policy,
-        limits=Limits(prompt_tokens=max_prompt_tokens, request_timeout_s=request_timeout),
-        slots=slots,
-        max_queue=max_queue,
-        context=ctx,
-        kv_tokens=kv_tokens,
-        prefix_cache=prefix_cache,
-        drain_s=drain,
-        log_file=log_file,
-        tool_format=tool_format,
-        reasoning_format=reasoning_format,
-        stats=not no_stats and settings().stats,
-    )
-    folder, name = _folder(model, revision)
-    with open_socket(host, port, allow_remote or bool(keys)) as listener:
-        if keys and not is_loopback(listener.getsockname()[0]):
-            # Under a key a foreign page that reaches the server by a rebound name still gets nothing.
-            policy = dataclasses.replace(policy, hosts=None)
-        else:
-            policy = dataclasses.replace(policy, hosts=own_names(host, allow_host or ()))
-        options = dataclasses.replace(options, policy=policy)
-
-        def load() -> Loaded:
-            return _load(
-                folder,
-                name,
-                rules=rules,
-                sets=set_,
-                dtype=dtype,
-                isa=isa,
-                threads=threads,
-                store=store,
-                auto=auto,
-                context=ctx,
-                concurrency=slots,
-                kv_tokens=kv_tokens,
-                vram=size,
-                handoff=handoff,
-            )
-
-        with to_file(trace, terminal.note):
-            serve_model(listener, name, load, options)
-
-
-@contextlib.contextmanager
-def _counted(loaded: Loaded, no_stats: bool) -> Iterator[None]:
-    """Add the use of experts within it to the statistics."""
-    # Random weights choose experts that tell nothing of the model.
-    if no_stats or loaded.synthetic or not settings().stats:
-        yield
-        return
-    from hetero.engine.load import stats_recorder
-
-    recorder = stats_recorder(loaded, terminal.note)
-    try:
-        yield
-    finally:
-        recorder.save()
-
-
-def _store(tier: str | None, ram: str | None, pack_cache: str) -> StoreOptions:
-    """What was said of memory and disk; ``ram`` holds from now on."""
-    from hetero.engine.experts import StoreOptions
-    from hetero.hw import memory
-    from hetero.plan.sizes import parse_size
-
-    if ram is not None and parse_size(ram, "--ram") == 0:
-        raise InputError(f"--ram {ram}: must be above 0")
-    memory.state(None if ram is None else parse_size(ram, "--ram"))
-    return StoreOptions(pack_cache, tier)
-
-
-def _vram(text: str | None) -> int | None:
-    from hetero.plan.sizes import parse_size
-
-    return None if text is None else parse_size(text, "--vram")
-
-
-def _load(
-    folder: Path,
-    name: str,
-    *,
-    rules: str | None,
-    sets: list[str] | None,
-    dtype: str | None,
-    isa: str,
-    threads: int | None,
-    store: StoreOptions,
-    auto: bool = False,
-    context: int | None = None,
-    concurrency: int = 1,
-    kv_tokens: int | None = None,
-    vram: int | None = None,
-    handoff: str = "auto",
-) -> Loaded:
-    from hetero.rules.variables import parse_set
-
-    if auto and (rules is not None or sets):
-        raise InputError("--auto chooses the rules itself: leave out --rules and --set, or take its file")
-    overrides = parse_set(sets or [])
-    if threads is not None and not 1 <= threads <= MAX_THREADS:
-        raise InputError(f"--threads {threads}: must be from 1 to {MAX_THREADS}")
-
-    if context is not None and context < 2:
-        raise InputError(f"--ctx {context}: must be at least 2")
-
-    from hetero.engine.gpu.loading import gpu_options
-    from hetero.engine.load import load_model, with_context
-    from hetero.model import hf
-
-    gpu = gpu_options(vram, slots=concurrency, context=context, kv_tokens=kv_tokens, handoff=handoff)
-    hf.quiet()
-    if auto:
-        import torch
-
-        from hetero.auto import plan_run
-
-        device = None
-        if torch.cuda.is_available():
-            free = torch.cuda.mem_get_info(0)[0]
-            device = (torch.cuda.get_device_name(0), free if vram is None else min(vram, free))
-        chosen = plan_run(folder, name, context=context, concurrency=concurrency, device=device, dtype=dtype)
-        terminal.note(chosen.note)
-        rules, dtype = str(chosen.rules), chosen.dtype
-    with terminal.progress_bar(f"loading {name}") as progress:
-        loaded = load_model(
-            folder,
-            rules=rules,
-            overrides=overrides,
-            dtype=dtype,
-            isa=isa,
-            threads=threads,
-            progress=progress,
-            store=store,
-            gpu=gpu,
-            tell=lambda text: terminal.note(f"note: {text}"),
-        )
-    for text in loaded.notes:
-        terminal.note(f"note: {text}")
-    return with_context(dataclasses.replace(loaded, name=name), context)
-
-
-def _folder(model: str | None, revision: str | None) -> tuple[Path, str]:
-    """The checkpoint folder or file, and what to call the model. One of the Hub is fetched."""
-    if model is None:
-        from hetero.model.demo import default_model
-
-        default = default_model()
-        if default.note is not None:
-            terminal.note(default.note)
-        return default.path, "demo" if default.note is None else default.path.name
-    from hetero.model.shapes import resolve_model
-
-    found = resolve_model(
-        model, revision=revision, weights=True, say=terminal.note, bar=terminal.progress_bar
-    )
-    if found.kind not in ("folder", "gguf", "synthetic"):
-        raise InputError(
-            f"{model}: has a configuration but no weights; to run it, give the folder of its checkpoint "
-            "(hetero rules works with a configuration alone)"
-        )
-    return found.path, found.name
 
 
 def _refuse_shapes(model: str | None, instead: str) -> None:

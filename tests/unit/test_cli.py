@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
-from hetero import cli, cli_rules, trace_file
+from hetero import cli, cli_model, cli_rules, trace_file
 from hetero.core import InputError
 from hetero.engine.generate import Engine
 from hetero.engine.load import load_model
@@ -205,7 +205,7 @@ def test_a_wrong_request_is_told_before_the_model_is_loaded(
     def load(*_: object, **__: object) -> None:
         raise AssertionError("the model is being loaded")
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli_model.ModelOptions, "load", load)
     assert message in refused(2, command, "folder", *options)
 
 
@@ -431,7 +431,7 @@ def test_torch_threads_do_not_spin() -> None:
 def test_ctrl_c_while_loading_is_quiet() -> None:
     code = (
         "import os, signal\nimport hetero.cli as cli\n"
-        "cli._folder = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+        "cli.checkpoint = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
         "cli.app(['run', '--prompt-ids', '1'])\n"
     )
     done = subprocess.run(
