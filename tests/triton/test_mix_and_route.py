@@ -68,6 +68,38 @@ def test_streams_of_two_blocks(generator: torch.Generator) -> None:
         assert float((got - wanted).norm() / wanted.norm()) < 1e-5
 
 
+def test_streams_in_bf16_on_tensor_cores(generator: torch.Generator) -> None:
+    """Against float64 of the same numbers; more rows than one program takes."""
+    count, hidden, rank, rows, fmt = 3, 72, 20, 9, parse_format("int8")
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator).bfloat16().to(DEVICE)
+
+    down, up, norm = (
+        random(rank + count, count * hidden) / 8,
+        random(count * hidden, rank),
+        random(count * hidden),
+    )
+    streams, out, inject = random(rows, count * hidden), random(rows, hidden), random(rows, count).float()
+    weights = MixWeights(norm, down, up, count, 1e-6)
+    after = (
+        streams.double().unflatten(1, (count, hidden)) + out.double()[:, None] * inject.double()[..., None]
+    )
+    rounded = after.bfloat16().double()
+    normed = rounded * (rounded.pow(2).mean(2, keepdim=True) + 1e-6).rsqrt()
+    normed *= 1 + norm.double().view(count, hidden)
+    low, amount = (normed.flatten(1) @ down.double().T / count).split([rank, count], 1)
+    gates = (nn.functional.silu(low) @ up.double().T).sigmoid().view(rows, count, hidden)
+    rows_, x, given = mix_rows(fmt, weights, streams, out, inject)
+    for got, wanted, limit in (
+        (x, (gates * normed).mean(1), 1e-2),
+        (given, 2 * amount.sigmoid(), 3e-3),
+        (streams, after.flatten(1), 8e-3),
+    ):
+        assert float((got.double() - wanted).norm() / wanted.norm()) < limit
+    assert all(map(torch.equal, rows_, plain_rows(fmt, x)))
+
+
 @pytest.mark.parametrize("kind", ["softmax", "softmax without norm", "sigmoid with bias"])
 def test_routes(kind: str, generator: torch.Generator) -> None:
     logits = torch.randn(5, 30, generator=generator).to(DEVICE)[:, 3:24]

@@ -19,6 +19,7 @@ from hetero.ops.gpu.overlap import overlap
 _LINES, _DEPTH, _WARPS = 4, 512, 2
 _COLUMNS, _RANK_DEPTH, _MIX_WARPS = 32, 64, 16
 _MOST_ROWS = 2
+_PRODUCT_WARPS = 8  # of both, on tensor cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +76,25 @@ def mix_rows(
     hidden, outputs = streams.shape[1] // count, weights.down.shape[0]
     sizes: dict[str, Any] = {"COUNT": count, "HIDDEN": hidden, "OUTPUTS": outputs}
     sizes |= overlap(device)
-    sizes["ROWS"] = few = min(triton.next_power_of_2(rows), _MOST_ROWS)
+    products = rows > 1 and streams.dtype == weights.down.dtype == weights.up.dtype == torch.bfloat16
+    few = 8 if products else min(triton.next_power_of_2(rows), _MOST_ROWS)
+    sizes |= {"ROWS": few, "PRODUCTS": products, "TWIN": device.type == "cpu"}
     norms, given = torch.empty(2, rows, count, dtype=torch.float32, device=device)
     parts = torch.empty(count, rows, outputs, dtype=torch.float32, device=device)
     has_out = block_out is not None and inject is not None
     new = torch.empty_like(streams) if has_out else streams
     # More rows leave registers for half of the weights.
     lines, rank_depth = (_LINES, _RANK_DEPTH) if few == 1 else (_LINES // 2, _RANK_DEPTH // 2)
-    lines = 64 if device.type == "cpu" else lines  # the interpreter takes long for each program
+    warps, mix_warps = (_PRODUCT_WARPS,) * 2 if products else (_WARPS, _MIX_WARPS)
+    if products:
+        lines, rank_depth = 16, _RANK_DEPTH
+    elif device.type == "cpu":
+        lines = 64  # the interpreter takes long for each program
     mix_kernels.project[(-(-outputs // lines), count, -(-rows // few))](
         streams, *added_parts(block_out if has_out else None, shared, gate, parts),
         inject if has_out else parts, weights.norm, weights.down, new, norms, parts, rows, weights.eps,
         HAS_OUT=has_out, HAS_SHARED=shared is not None, HAS_GATE=gate is not None, LINES=lines,
-        DEPTH=min(triton.next_power_of_2(hidden), _DEPTH), num_warps=_WARPS, **sizes,
+        DEPTH=min(max(triton.next_power_of_2(hidden), 64), _DEPTH), num_warps=warps, **sizes,
     )  # fmt: skip
     out = torch.empty(rows, hidden, dtype=streams.dtype, device=device)
     made, k_pad = Rows(out, out), 0
@@ -97,7 +104,7 @@ def mix_rows(
         new, norms, weights.norm, parts, weights.up, streams, out, given, *made, rows,
         STREAMS=triton.next_power_of_2(count), RANK=weights.rank, K_PAD=k_pad, HAS_OUT=has_out,
         QUANTISED=fmt.quantised, COLUMNS=_COLUMNS,
-        DEPTH=min(triton.next_power_of_2(weights.rank), rank_depth), num_warps=_MIX_WARPS, **sizes,
+        DEPTH=min(max(triton.next_power_of_2(weights.rank), 16), rank_depth), num_warps=mix_warps, **sizes,
     )  # fmt: skip
     return Mixed(made, out, given)
 

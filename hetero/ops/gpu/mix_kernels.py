@@ -32,12 +32,35 @@ def block_output(
 
 
 @triton.jit
+def _product(a, b, TWIN: tl.constexpr):
+    """Of bf16, which the interpreter (TWIN) cannot multiply."""
+    if TWIN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _stream(
+    streams, block_out, shared, gate, gate_stride, amount, row, stream, at, rows,
+    COUNT: tl.constexpr, HIDDEN: tl.constexpr, HAS_OUT: tl.constexpr, HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+):  # fmt: skip
+    """A part of a stream as it is to be, in its dtype; ``amount`` [ROWS, 1, 1] of the block's output."""
+    here = (at < HIDDEN) & (row < rows)
+    x = tl.load(streams + (row * COUNT + stream) * HIDDEN + at, here, 0.0)
+    if HAS_OUT:
+        y = block_output(block_out, shared, gate, gate_stride, row, at, here, HIDDEN, HAS_SHARED, HAS_GATE)
+        x = (x.to(tl.float32) + y * amount).to(streams.dtype.element_ty)
+    return x
+
+
+@triton.jit
 def project(
     streams, block_out, shared, gate, gate_stride, inject, norm_weight, weight, new_streams, sizes, parts,
     rows, eps,
     COUNT: tl.constexpr, HIDDEN: tl.constexpr, OUTPUTS: tl.constexpr, HAS_OUT: tl.constexpr,
     HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, LINES: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PRODUCTS: tl.constexpr, TWIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (LINES outputs, stream, ROWS rows): ``parts`` float32 [COUNT, T, OUTPUTS], which summed over
     the streams are the projections by ``weight`` [OUTPUTS, COUNT * HIDDEN] of the streams, each by its own
@@ -45,14 +68,19 @@ def project(
 
     ``streams`` [T, COUNT, HIDDEN]; where HAS_OUT the last block's output (``block_output``) times ``inject``
     float32 [T, COUNT] is added first, and the sum goes to ``new_streams``, since other programs still read
-    the old one. ``sizes`` float32 [T, COUNT]: what each stream is multiplied by.
+    the old one. ``sizes`` float32 [T, COUNT]: what each stream is multiplied by. PRODUCTS: by tensor cores,
+    of streams and weights in bf16; 8 rows at least and 16 lines.
     """
     let_next(PDL)
     chunk, stream = tl.program_id(0), tl.program_id(1)
     row = (tl.program_id(2) * ROWS + tl.arange(0, ROWS))[:, None, None]
     line = chunk * LINES + tl.arange(0, LINES)
     start = weight + line.to(tl.int64)[None, :, None] * (COUNT * HIDDEN) + stream * HIDDEN
-    total = tl.zeros((ROWS, LINES, DEPTH), tl.float32)
+    pieces: tl.constexpr = DEPTH // 64 if PRODUCTS else 1
+    if PRODUCTS:
+        total = tl.zeros((pieces, LINES, ROWS), tl.float32)
+    else:
+        total = tl.zeros((ROWS, LINES, DEPTH), tl.float32)
     squares = tl.zeros((ROWS, 1, DEPTH), tl.float32)
     # Everything is on its way before anything waits.
     ws, xs, norms = (), (), ()
@@ -61,34 +89,46 @@ def project(
         ws = ws + (tl.load(start + at, (at < HIDDEN) & (line < OUTPUTS)[None, :, None], 0.0),)
         norms = norms + (tl.load(norm_weight + stream * HIDDEN + at, at < HIDDEN, 0.0),)
     await_last(PDL)
-    if HAS_OUT:
-        amount = tl.load(inject + row * COUNT + stream, row < rows, 0.0)
+    # Without an output it is of no use.
+    amount = tl.load(inject + row * COUNT + stream, row < rows, 0.0) if HAS_OUT else eps
     for first in tl.static_range(0, HIDDEN, DEPTH):
         at = (first + tl.arange(0, DEPTH))[None, None, :]
-        here = (at < HIDDEN) & (row < rows)
-        x = tl.load(streams + (row * COUNT + stream) * HIDDEN + at, here, 0.0)
-        if HAS_OUT:
-            y = block_output(
-                block_out, shared, gate, gate_stride, row, at, here, HIDDEN, HAS_SHARED, HAS_GATE
-            )
-            x = (x.to(tl.float32) + y * amount).to(streams.dtype.element_ty)
-        xs = xs + (x,)
+        if not PRODUCTS:
+            xs = xs + (
+                _stream(
+                    streams, block_out, shared, gate, gate_stride, amount, row, stream, at, rows,
+                    COUNT, HIDDEN, HAS_OUT, HAS_SHARED, HAS_GATE,
+                ),
+            )  # fmt: skip
     # Loads are not put off beyond it.
     tl.debug_barrier()
     for first in tl.static_range(0, HIDDEN, DEPTH):
         at = (first + tl.arange(0, DEPTH))[None, None, :]
-        x = xs[first // DEPTH]
+        if PRODUCTS:  # so many rows leave no registers for it before
+            x = _stream(
+                streams, block_out, shared, gate, gate_stride, amount, row, stream, at, rows,
+                COUNT, HIDDEN, HAS_OUT, HAS_SHARED, HAS_GATE,
+            )  # fmt: skip
+        else:
+            x = xs[first // DEPTH]
         if HAS_OUT:
             place = (row * COUNT + stream) * HIDDEN + at
             tl.store(new_streams + place, x, (at < HIDDEN) & (row < rows) & (chunk + at * 0 == 0))
         x = x.to(tl.float32)
         squares += x * x
-        total += ws[first // DEPTH].to(tl.float32) * (x * (1.0 + norms[first // DEPTH].to(tl.float32)))
+        x = x * (1.0 + norms[first // DEPTH].to(tl.float32))
+        if PRODUCTS:  # every warp has inputs of its own
+            w = tl.permute(tl.reshape(ws[first // DEPTH], [LINES, pieces, 64]), (1, 0, 2))
+            x = tl.permute(tl.reshape(x.to(weight.dtype.element_ty), [ROWS, pieces, 64]), (1, 2, 0))
+            total += _product(w, x, TWIN)
+        else:
+            total += ws[first // DEPTH].to(tl.float32) * x
     size = tl.rsqrt(tl.sum(squares, 2) / HIDDEN + eps)  # [ROWS, 1]
     row = (tl.program_id(2) * ROWS + tl.arange(0, ROWS))[:, None]
     tl.store(sizes + row * COUNT + stream, size, (row < rows) & (chunk + row * 0 == 0))
     to = parts + (stream * rows + row) * OUTPUTS + line[None, :]
-    tl.store(to, tl.sum(total, 2) * size, (row < rows) & (line < OUTPUTS)[None, :])
+    y = tl.trans(tl.sum(total, 0)) if PRODUCTS else tl.sum(total, 2)
+    tl.store(to, y * size, (row < rows) & (line < OUTPUTS)[None, :])
 
 
 @triton.jit
@@ -105,7 +145,8 @@ def mix(
     new_streams, sizes, norm_weight, parts, weight, streams, out, inject, codes, scales, rows,
     COUNT: tl.constexpr, STREAMS: tl.constexpr, HIDDEN: tl.constexpr, RANK: tl.constexpr,
     OUTPUTS: tl.constexpr, K_PAD: tl.constexpr, HAS_OUT: tl.constexpr, QUANTISED: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, PRODUCTS: tl.constexpr,
+    TWIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (COLUMNS outputs, ROWS rows): ``out`` [T, HIDDEN], the mean of the normed streams, each weighed
     by the sigmoid of the projection by ``weight`` [COUNT * HIDDEN, RANK] of the silu of what ``project`` left
@@ -122,7 +163,10 @@ def mix(
     line = stream * HIDDEN + column
     start = weight + line.to(tl.int64)[None, :, None] * RANK
     row = (first_row + tl.arange(0, ROWS))[:, None, None]
-    total = tl.zeros((ROWS, STREAMS * COLUMNS, DEPTH), tl.float32)
+    if PRODUCTS:
+        total = tl.zeros((STREAMS * COLUMNS, ROWS), tl.float32)
+    else:
+        total = tl.zeros((ROWS, STREAMS * COLUMNS, DEPTH), tl.float32)
     ws = ()
     for first in tl.static_range(0, RANK, DEPTH):
         at = (first + tl.arange(0, DEPTH))[None, None, :]
@@ -131,7 +175,12 @@ def mix(
     for first in tl.static_range(0, RANK, DEPTH):
         at = (first + tl.arange(0, DEPTH))[None, None, :]
         low = _joined(parts, row, rows, at, (row < rows) & (at < RANK), COUNT, OUTPUTS)
-        total += ws[first // DEPTH].to(tl.float32) * (low * tl.sigmoid(low))
+        low = low * tl.sigmoid(low)
+        if PRODUCTS:
+            w = tl.reshape(ws[first // DEPTH], [STREAMS * COLUMNS, DEPTH])
+            total += _product(w, tl.trans(tl.reshape(low.to(weight.dtype.element_ty), [ROWS, DEPTH])), TWIN)
+        else:
+            total += ws[first // DEPTH].to(tl.float32) * low
     row = (first_row + tl.arange(0, ROWS))[:, None]
     here = (row < rows) & known[None, :]
     place = row * (COUNT * HIDDEN) + line[None, :]
@@ -140,7 +189,8 @@ def mix(
         tl.store(streams + place, x, here)
     size = tl.load(sizes + row * COUNT + stream[None, :], here, 0.0)
     value = x.to(tl.float32) * size * (1.0 + tl.load(norm_weight + line, known, 0.0).to(tl.float32))[None, :]
-    y = tl.where(known[None, :], tl.sigmoid(tl.sum(total, 2)) * value, 0.0)
+    y = tl.trans(total) if PRODUCTS else tl.sum(total, 2)
+    y = tl.where(known[None, :], tl.sigmoid(y) * value, 0.0)
     y = tl.sum(tl.reshape(y, [ROWS, STREAMS, COLUMNS]), 1) / COUNT  # [ROWS, COLUMNS]
     at = (begin + tl.arange(0, COLUMNS))[None, :]
     here = (row < rows) & (at < HIDDEN)
