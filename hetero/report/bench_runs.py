@@ -219,7 +219,7 @@ class FusedRun:
         decoder: Any = self.runner.decoder
         decoder.routing = self._table = routing
         with _decoding(self._table, 0):
-            self.runner.capture()
+            self.runner.capture(prompt=False)
 
     @property
     def slots(self) -> int:

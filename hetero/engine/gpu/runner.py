@@ -197,15 +197,15 @@ class GpuRunner:
 
     # -- graphs
 
-    def capture(self) -> None:
-        """Read a short prompt and run every size once, so that all kernels are there, and make the graphs, in
-        place of those that were made before. Where an operator cannot be captured, one warning names it and
-        steps run eagerly."""
+    def capture(self, *, prompt: bool = True) -> None:
+        """Read a short prompt, unless told not to, and run every size once, so that all kernels are there, and
+        make the graphs, in place of those that were made before. Where an operator cannot be captured, one
+        warning names it and steps run eagerly."""
         if self._stream is None:
             return
         self._tracing.close()
         self._graphs.clear()  # before others are made beside them
-        if self._free:
+        if prompt and self._free:
             slot = self.claim()
             self.prefill(slot, [0] * min(_WARM_PROMPT, self.context))
             self.release(slot)
