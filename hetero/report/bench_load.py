@@ -40,7 +40,7 @@ DENSE_GPU = ("bfloat16", "int8", "int4")
 DENSE_CPU = ("float32", "bfloat16", "float16")
 _PACKED = {"bfloat16": "bf16"}  # as a rule calls it
 _DTYPES = {word: word for word in DENSE_CPU}  # of tensors that no operator packs
-_POLL_S = 0.1
+_POLL_S = 1.0  # torch gives back little of what it takes, and asking takes time from the experts
 _FORCED = 32  # tokens of a prompt, and behind it, by which two logits are compared
 
 
