@@ -198,7 +198,7 @@ class GpuRunner:
     # -- graphs
 
     def capture(self, *, prompt: bool = True) -> None:
-        """Read a short prompt, unless told not to, and run every size once, so that all kernels are there, and
+        """Read a short prompt, unless told not to, and run every size once, so that all kernels are there;
         make the graphs, in place of those that were made before. Where an operator cannot be captured, one
         warning names it and steps run eagerly."""
         if self._stream is None:
