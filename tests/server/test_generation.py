@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from hetero.core import InputError
-from hetero.engine.request import QueueFull, Request
+from hetero.engine.request import QueueFull, Request, Result
+from hetero.server.direct import SHORT, worked
 from hetero.server.generation import EventStream, Generation, begin, merged
 from hetero.server.state import NotReadyError
 from tests.server.serving import CHAT, TEXT, Served, ask, serving, tokenizer
@@ -226,3 +227,38 @@ def test_none_is_begun_when_one_is_refused(served: Served) -> None:
 
     asyncio.run(run())
     idle(served)
+
+
+def test_what_comes_while_the_loop_is_busy_comes_by_one_wake(served: Served) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        real, woken = loop.call_soon_threadsafe, []
+
+        def counted(*args: Any, **more: Any) -> asyncio.Handle:
+            woken.append(args)
+            return real(*args, **more)
+
+        loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
+        two = begin(served.state, [Request((5, place), max_tokens=6) for place in range(2)])
+        idle(served)  # which blocks the loop
+        assert len(woken) == 1
+        came = [events async for events in merged(two)]
+        assert [len(events) for events in came] == [2 * (6 + 1)]
+        for place in range(2):
+            assert isinstance([event for at, event in came[0] if at == place][-1], Result)
+
+    asyncio.run(run())
+
+
+def test_short_work_stays_on_the_loop(served: Served) -> None:
+    async def run() -> None:
+        here = threading.get_ident()
+        assert await worked(SHORT, threading.get_ident) == here
+        assert await worked(SHORT + 1, threading.get_ident) != here
+
+    asyncio.run(run())
+    # Both ways read the same.
+    body: dict[str, Any] = {"prompt": "the whale " * (SHORT // 10), "max_tokens": 4, "temperature": 0}
+    assert len(body["prompt"]) <= SHORT
+    text = served.post(TEXT, **body)["choices"][0]["text"]
+    assert [c["text"] for c in served.post(TEXT, **body | {"n": 2})["choices"]] == [text, text]
