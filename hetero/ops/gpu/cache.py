@@ -24,7 +24,7 @@ PRIOR = 32.0
 GAIN = 0.04
 """By how much the chance of a use must be higher for an expert to take another one's slot."""
 
-MOVES, RESERVE = 2, 2
+MOVES, RESERVE = 2, 3
 """Experts that a step may bring beside its own work; slots kept free for those that it reads over PCIe."""
 
 _FIRST = 16.0

@@ -50,13 +50,13 @@ def submit(
 
 
 @triton.jit
-def _bring(base, source, target, BYTES: tl.constexpr, WORDS: tl.constexpr):
+def _bring(base, source, target, nbytes, WORDS: tl.constexpr):
     """Copy bytes from one address to another; threads of the program may then read the copy."""
     from_ = _at(base, source).to(tl.pointer_type(tl.int32))
     to = _at(base, target).to(tl.pointer_type(tl.int32))
-    for first in range(0, BYTES // 4, WORDS):
+    for first in range(0, nbytes // 4, WORDS):
         at = first + tl.arange(0, WORDS)
-        here = at < BYTES // 4
+        here = at < nbytes // 4
         tl.store(to + at, tl.load(from_ + at, here, 0), here)
     tl.debug_barrier()
 
@@ -67,42 +67,30 @@ def gate_up(
     K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
     BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, HAS_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, STEPS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
-    WORDS: tl.constexpr,
+    BEGIN: tl.constexpr, REST: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """``expert_kernels.gate_up``, whose program (16 outputs, pair) first brings its bytes of an expert from
-    ``sources`` int64 [pairs], where that is not 0. Pairs of one expert bring the same bytes to the same
-    place."""
-    block, pair = tl.program_id(0), tl.program_id(1)
-    source = tl.load(sources + pair)
+    ``sources`` int64 [pairs], where that is not 0, and a part of the REST bytes from BEGIN on, those of down:
+    every second program before its own, so that PCIe has work while the others compute. Pairs of one expert
+    bring the same bytes to the same place."""
+    block, pair = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    mats: tl.constexpr = 2 if HAS_GATE else 1
+    blocks: tl.constexpr = (N + 15) // 16
+    part: tl.constexpr = (REST // 64 + blocks - 1) // blocks * 64
+    source, target = tl.load(sources + pair), tl.load(addresses + pair)
+    rest = BEGIN + block * part
+    count = tl.minimum(REST - block * part, part)
+    if (source != 0) & (block % 2 == 1):
+        _bring(base, source + rest, target + rest, count, WORDS)
     if source != 0:
-        mats: tl.constexpr = 2 if HAS_GATE else 1
-        offset = block.to(tl.int64) * (mats * BLOCK_BYTES)
-        _bring(base, source + offset, tl.load(addresses + pair) + offset, mats * BLOCK_BYTES, WORDS)
+        offset = block * (mats * BLOCK_BYTES)
+        _bring(base, source + offset, target + offset, mats * BLOCK_BYTES, WORDS)
     expert_kernels.gate_up(
         base, q, qs, addresses, h, slots, alpha, gate_max, up_limit, act_max, up_offset,
         K, N, BLOCK_BYTES, GROUP, SCALES_AT, BIAS_AT, FORMAT, KIND, HAS_GATE, HAS_BIAS, STEPS, TILES, ASM,
     )  # fmt: skip
-
-
-@triton.jit
-def down(
-    base, q, qs, addresses, sources, weights, out, slots,
-    K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
-    BEGIN: tl.constexpr, BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    STEPS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """``expert_kernels.down``, whose program (16 outputs, token) first brings its bytes, as ``gate_up``."""
-    block, token = tl.program_id(0), tl.program_id(1)
-    offset = BEGIN + block.to(tl.int64) * BLOCK_BYTES
-    for slot in range(slots):
-        pair = token * slots + slot
-        source = tl.load(sources + pair)
-        if source != 0:
-            _bring(base, source + offset, tl.load(addresses + pair) + offset, BLOCK_BYTES, WORDS)
-    expert_kernels.down(
-        base, q, qs, addresses, weights, out, slots,
-        K, N, BLOCK_BYTES, GROUP, SCALES_AT, BEGIN, BIAS_AT, FORMAT, HAS_BIAS, STEPS, TILES, ASM,
-    )  # fmt: skip
+    if (source != 0) & (block % 2 == 0):
+        _bring(base, source + rest, target + rest, count, WORDS)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from hetero.ops.gpu.packed import matrix_sizes, quantised_rows
 from hetero.ops.gpu.tuning import STEPS_OF_WARP, Cut, cut_down, cut_up
 
 _KINDS = (ActKind.SILU, ActKind.GELU, ActKind.GELU_TANH, ActKind.RELU, ActKind.RELU2, ActKind.IDENTITY)
-_WORDS = 4096  # that a program brings at a time
+_WORDS_OF_WARP = 1024  # that a program brings at a time
 _COMBINED = 1024  # columns of a program that adds pairs
 
 
@@ -114,16 +114,14 @@ class ExpertLaunch:
         grid_up, grid_down = (self.blocks_up, tokens * slots), (self.blocks_down, tokens)
         if sources is None:
             expert_kernels.gate_up[grid_up](base, *rows, addresses, h, slots, *self.limits, **up)
-            hq = quantised_rows(self.format, h, self.down["K"])
-            expert_kernels.down[grid_down](base, *hq, addresses, weights, out, slots, **down)
-            return out
-        hybrid_kernels.gate_up[grid_up](
-            base, *rows, addresses, sources, h, slots, *self.limits, WORDS=_WORDS, **up
-        )
+        else:
+            hybrid_kernels.gate_up[grid_up](
+                base, *rows, addresses, sources, h, slots, *self.limits, **up,
+                BEGIN=self.down["BEGIN"], REST=self.blocks_down * self.down["BLOCK_BYTES"],
+                WORDS=_WORDS_OF_WARP * up["num_warps"],
+            )  # fmt: skip
         hq = quantised_rows(self.format, h, self.down["K"])
-        hybrid_kernels.down[grid_down](
-            base, *hq, addresses, sources, weights, out, slots, WORDS=_WORDS, **down
-        )
+        expert_kernels.down[grid_down](base, *hq, addresses, weights, out, slots, **down)
         return out
 
     @staticmethod
