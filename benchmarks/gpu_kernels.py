@@ -72,7 +72,7 @@ def project_case(fmt: Format, n: int, k: int, rows: int, current: Setting) -> Ca
     if not fmt.quantised:
         cuts = [Cut(4, 4, stages=3), Cut(4, 8, stages=4)]
     if rows == 1 and fmt.quantised:
-        cuts += [Cut(4, 16, stages=5), Cut(4, 5), Cut(8, 5), Cut(8, 3)]
+        cuts += [Cut(4, 16, stages=5), Cut(4, 2), Cut(4, 5), Cut(8, 3), Cut(16, 3)]
     elif rows == 1:
         cuts += [Cut(2, 5, 4), Cut(4, 3, 4), Cut(4, 5, 2), Cut(8, 3, 2)]
     if n > 50_000:

@@ -28,7 +28,12 @@ def fetch(
 @triton.jit
 def _fetch_chunk(piece, chunk, size, CHUNK: tl.constexpr):
     at = piece.to(tl.int64) + chunk.to(tl.int64) * CHUNK
-    # By one thread of the program.
+    ask(at, tl.minimum(size - chunk * CHUNK, CHUNK))
+
+
+@triton.jit
+def ask(at, size):
+    """Ask for ``size`` bytes from the address ``at`` on, multiples of 16, by one thread of a program."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred one;
@@ -38,5 +43,5 @@ def _fetch_chunk(piece, chunk, size, CHUNK: tl.constexpr):
         @one cp.async.bulk.prefetch.L2.global [$1], $2;
         mov.u32 $0, 0;
         }""",
-        "=r,l,r", [at, tl.minimum(size - chunk * CHUNK, CHUNK)], dtype=tl.int32, is_pure=False, pack=1,
+        "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip

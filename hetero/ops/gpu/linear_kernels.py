@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hetero.ops.gpu.ahead_kernels import ask
 from hetero.ops.gpu.expert_kernels import ACT_GROUP, INT4, ROWS, step_dot
 from hetero.ops.gpu.grouped_kernels import _decoded
 from hetero.ops.gpu.overlap_kernels import await_last, let_next
@@ -23,7 +24,7 @@ def project_packed(
 ):  # fmt: skip
     """out [rows, N] of rows that ``expert_kernels.quantise_rows`` made; program (16 outputs, COUNT rows).
 
-    TILES of STEPS of the block are on their way at once.
+    TILES of STEPS of the block are on their way at once, the others come to the L2 cache meanwhile.
     """
     let_next(PDL)
     block = tl.program_id(0)
@@ -34,6 +35,9 @@ def project_packed(
     lane = tl.arange(0, ROWS)[None, :]
     words = start.to(tl.pointer_type(tl.int32))
     halves = (start + SCALES_AT).to(tl.pointer_type(tl.float16))
+    first_bytes: tl.constexpr = STEPS * TILES * 64
+    if ASM and steps > STEPS * TILES:  # what later rounds read
+        ask(start.to(tl.int64) + first_bytes, BLOCK_BYTES - first_bytes)
     totals = ()
     for _ in tl.static_range(COUNT):
         totals = totals + (tl.zeros((STEPS, ROWS), tl.float32),)

@@ -17,7 +17,7 @@ from hetero.ops.gpu.overlap import overlap
 # Of the first kernel: outputs of a program, inputs of a step; of the second: outputs, a whole number of
 # groups, and inputs. Of both: rows.
 _LINES, _DEPTH, _WARPS = 4, 512, 2
-_COLUMNS, _RANK_DEPTH, _MIX_WARPS = 32, 64, 16
+_COLUMNS, _RANK_DEPTH, _MIX_WARPS = 32, 64, 4
 _MOST_ROWS = 2
 _PRODUCT_WARPS = 8  # of both, on tensor cores
 

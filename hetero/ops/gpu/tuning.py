@@ -36,9 +36,9 @@ def cut_of(n: int, k: int, bits: int, *, rows: int, products: bool) -> Cut:
     if bits >= 16:
         outputs = 2 if k > 4096 or n <= 400 or rows > 1 else 4
         return Cut(*_fewest(k, DEPTH_OF_WARP, MOST_WARPS, 6), outputs)
-    # Few blocks have to fill the GPU each with much; of many, those that wait hide each other's beginnings.
-    widest = MOST_WARPS if n <= 6400 else 4
-    return Cut(*_fewest(k * bits // 32, STEPS_OF_WARP, widest, 6))
+    # Few blocks have to fill the GPU each with much; of many there is to be room for all at the same time.
+    widest, most = (MOST_WARPS, 6) if n <= 6400 else (4, 2)
+    return Cut(*_fewest(k * bits // 32, STEPS_OF_WARP, widest, most))
 
 
 def cut_up(k: int, bits: int) -> Cut:
