@@ -223,7 +223,7 @@ def down(
     base, q, qs, addresses, weights, out, slots,
     K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
     BEGIN: tl.constexpr, BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    STEPS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
+    STEPS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out float32 [T, N]: the weighted sum of a token's experts that have an address; program (16 outputs,
     token).
@@ -231,6 +231,9 @@ def down(
     The matrix begins at byte BEGIN of an expert. One program sums a token's pairs, whose steps stand one
     behind the other, so that the result is the same in every run. TILES of STEPS are on their way at once.
     """
+    let_next(PDL)
+    # Its weights may have come in the last kernels.
+    await_last(PDL)
     block, token = tl.program_id(0), tl.program_id(1)
     per_step: tl.constexpr = 8 if FORMAT == INT4 else 4 if FORMAT == INT8 else 2
     steps: tl.constexpr = K // per_step

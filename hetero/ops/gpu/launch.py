@@ -11,6 +11,7 @@ from torch import Tensor
 from hetero.core import ActKind, ExpertSpec, InputError
 from hetero.formats import BLOCK_ROWS, GPU_FORMATS, Format, block_bytes
 from hetero.ops.gpu import expert_kernels, grouped_kernels, hybrid_kernels
+from hetero.ops.gpu.overlap import overlap
 from hetero.ops.gpu.packed import matrix_sizes, quantised_rows
 from hetero.ops.gpu.tuning import STEPS_OF_WARP, Cut, cut_down, cut_up
 
@@ -121,6 +122,7 @@ class ExpertLaunch:
                 WORDS=_WORDS_OF_WARP * up["num_warps"],
             )  # fmt: skip
         hq = quantised_rows(self.format, h, self.down["K"])
+        down |= overlap(self.device)
         expert_kernels.down[grid_down](base, *hq, addresses, weights, out, slots, **down)
         return out
 
