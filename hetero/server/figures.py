@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class Figures:
             "slots": status.slots,
             "kv": {"used": status.kv_tokens_used, "total": status.kv_tokens_total},
             "prefix": {"hits": status.prefix_hit_tokens, "prompt": status.prompt_tokens},
-            "hit_rate": disk_reads(self._tiered).cache.hit_rate if self._tiered else None,
+            "hit_rate": self._hit_rate(),
             "bytes_s": {
                 "gpu": rates["gpu"] if "cuda" in self._dense else None,
                 "ram": rates["ram"],
@@ -119,23 +119,33 @@ class Figures:
 
     def heat(self) -> dict[str, Any] | None:
         """Use of each expert since the start, 1000 being an even share of its layer; None when unchanged."""
-        uses = [op.use.snapshot() for op in self._experts]
-        counted = sum(use.reads for use in uses)
+        runner = self._state.engine.runnable.runner
+        uses: Mapping[int, Sequence[int]]
+        if runner is None:
+            uses = {op.layer: op.use.snapshot().counts for op in self._experts}
+        else:
+            uses = runner.uses()
+        counted = sum(map(sum, uses.values()))
         if counted == self._counted:
             return None
         self._counted = counted
         rows = []
-        for op, use in zip(self._experts, uses, strict=True):
-            total = sum(use.counts)
-            even = total / len(use.counts)
-            rows.append(
-                {
-                    "layer": op.layer,
-                    "total": total,
-                    "use": [round(1000 * count / even) if total else 0 for count in use.counts],
-                }
-            )
+        for layer, counts in uses.items():
+            total = sum(counts)
+            even = total / len(counts)
+            shares = [round(1000 * count / even) if total else 0 for count in counts]
+            rows.append({"layer": layer, "total": total, "use": shares})
         return {"rows": rows}
+
+    def _hit_rate(self) -> float | None:
+        """Share of the experts that were found where they are read fastest: of fused layers in GPU memory,
+        of the disk tier in main memory; None where there is nothing to miss."""
+        runner = self._state.engine.runnable.runner
+        if runner is not None:
+            counts = {tier: count for tier, (count, _) in runner.reads().items()}
+            total = sum(counts.values())
+            return counts["gpu"] / total if total else None
+        return disk_reads(self._tiered).cache.hit_rate if self._tiered else None
 
     def _new_steps(self) -> list[Step]:
         spans = recorder.spans(self._since)

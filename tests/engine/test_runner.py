@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from hetero.engine.request import Request, Result
 from hetero.engine.sample import SamplingParams, Scored
 from hetero.engine.scheduler import Scheduler
 from hetero.terminal import tiers
-from tests.engine.paged import VOCAB, PagedDecoder, greedy, logits_of
+from tests.engine.paged import VOCAB, Counted, PagedDecoder, greedy, logits_of
 
 CONTEXT = 80
 
@@ -103,21 +102,6 @@ def test_embeddings_of_n_grams_follow_each_row() -> None:
     runner.step([(second, 9)])
     runner.step([(second, 8), (first, 7)])
     assert decoder_of(runner).grams == [[9, 8], [*prompt[-15:], 7]]
-
-
-class Counted:
-    """Experts that only tell."""
-
-    nbytes, expert_bytes = 0, 10
-
-    def counts(self) -> Any:
-        return SimpleNamespace(gpu=6, pcie=3, cpu=1)
-
-    def uses(self) -> list[int]:
-        return [4, 0, 2]
-
-    def forget(self) -> None:
-        pass
 
 
 def test_what_is_told_of_the_experts() -> None:
