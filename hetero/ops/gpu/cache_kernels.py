@@ -69,12 +69,14 @@ def find(
     at_host = tl.where(from_host, host_at + expert * stride, 0)
     address = tl.where(here, cache_at + slot * stride, at_host)
     source = tl.zeros((WIDTH,), tl.int64)
-    for one in tl.static_range(RESERVE):
-        room = tl.load(free + one).to(tl.int64)
-        stays = from_host & (rank == one + 1) & (room >= 0) & STAY
+    if STAY and RESERVE > 0:
+        first = from_host & (rank <= RESERVE)
+        room = tl.load(free + tl.maximum(rank - 1, 0), first, NOTHING).to(tl.int64)
+        stays = first & (room >= 0)
         source = tl.where(stays, at_host, source)
         address = tl.where(stays, cache_at + room * stride, address)
-        tl.store(incoming + one, tl.max(tl.where(stays, expert, NOTHING)))
+        # ``choose`` has cleared it.
+        tl.store(incoming + rank - 1, expert, stays)
     tl.store(place + expert, address, known)
     tl.store(place + EXPERTS + expert, source, known)
     tl.store(counts, tl.load(counts) + tl.sum(here.to(tl.int64)))

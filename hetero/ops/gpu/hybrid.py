@@ -194,7 +194,7 @@ class HybridExperts:
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
         addresses, sources = torch.empty_like(ids), torch.empty_like(ids)
         # One step at a time has the free slots. Biases lie apart from the rows that a program brings.
-        stays = cache.reserve > 0 and not self._pending and not spec.has_bias
+        stays = cache.reserve > 0 and cache.moves > 0 and not self._pending and not spec.has_bias
         launch = self.launch
         wide = launch.up["K"] if launch else spec.hidden
         coded = launch is not None and launch.format.quantised

@@ -110,7 +110,9 @@ class ExpertLaunch:
         bits, asm = self.format.code_bits, {"ASM": not self.twin}
         up: dict[str, Any] = self.act | self.up | asm | self._cut(cut_up(self.up["K"], bits))
         down: dict[str, Any] = self.down | asm | self._cut(cut_down(self.down["K"], bits, slots))
-        h = torch.empty(tokens * slots, self.spec.intermediate, device=self.device)
+        # Rows that nobody computes are read by nobody, but numpy, which interprets kernels, warns of them.
+        empty = torch.zeros if self.twin else torch.empty
+        h = empty(tokens * slots, self.spec.intermediate, device=self.device)
         out = torch.empty(tokens, self.spec.hidden, device=self.device)
         grid_up, grid_down = (self.blocks_up, tokens * slots), (self.blocks_down, tokens)
         if sources is None:
