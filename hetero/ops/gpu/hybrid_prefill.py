@@ -219,7 +219,8 @@ class Prefiller:
             return alone
         flat = ids.flatten()
         flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
-        uses = torch.bincount(flat, minlength=experts + 1)[:experts]
+        uses = torch.zeros(experts + 1, dtype=torch.int64, device=self.device)
+        uses = uses.scatter_add_(0, flat, torch.ones_like(flat))[:experts]
         following = self._layers.get(layer.layer + 1)
         looked = [uses.int(), cache.slot_of, *([following.cache.slot_of] if following else [])]
         rows, slot_of, next_slot_of = _thirds(torch.cat(looked).cpu().numpy().astype(np.int64), experts)
