@@ -188,9 +188,11 @@ def dense_bytes(model: Any) -> dict[str, int]:
     """
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
-    tied = head is not None and head.weight is table
+    # A packed head has no weight of its own.
+    tied = getattr(head, "weight", None) is table
+    packed = [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "packed"]
     total: dict[str, int] = {}
-    for weight in model.parameters():
+    for weight in [*model.parameters(), *packed]:
         if tied or weight is not table:
             total[weight.device.type] = total.get(weight.device.type, 0) + weight.nbytes
     return total

@@ -10,13 +10,24 @@ from torch import nn
 
 from hetero.engine.answer import Runnable
 from hetero.engine.gpu.runner import GpuRunner
+from hetero.ops.watch import dense_bytes
 from hetero.server.figures import Figures
 from hetero.server.serve import _expert_reads, _weights
 from tests.engine.paged import VOCAB, Counted, PagedDecoder
 
 
+class Model(nn.Linear):
+    """A tree of one layer."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self
+
+    def get_output_embeddings(self) -> nn.Module:
+        return nn.Identity()  # packed: without a weight
+
+
 def fused() -> tuple[Runnable, nn.Module]:
-    model = nn.Linear(4, 3, bias=False)
+    model = Model(4, 3, bias=False)
     model.register_buffer("packed", torch.zeros(5, dtype=torch.uint8))
     runner = GpuRunner(
         PagedDecoder(1, 32), [Counted(), Counted()], handoff=None, slots=1, context=32, numbers=(2, 5)
@@ -32,6 +43,7 @@ def test_the_use_of_experts() -> None:
     assert figures.heat() == {"rows": [{"layer": 2, **row}, {"layer": 5, **row}]}
     assert figures.heat() is None  # nothing has changed
     assert figures._hit_rate() == 0.6
+    assert dense_bytes(runnable.model) == {"cpu": 5}
 
 
 def test_reads_and_weights_by_tier() -> None:
