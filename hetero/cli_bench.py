@@ -70,7 +70,7 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
         ),
     ] = "auto",
     handoff: Annotated[str, typer.Option(help="auto, memop, spin or hostfunc.")] = "auto",
-    wait: Annotated[str, typer.Option(help="How the host waits for a step: block, spin or nap.")] = "block",
+    wait: Annotated[str, typer.Option(help="How the host waits for a step: block, spin or nap.")] = "nap",
     chunk: Annotated[int | None, typer.Option(help="Tokens of a prompt that are read at once.")] = None,
     defer: Annotated[
         int,

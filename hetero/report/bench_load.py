@@ -63,7 +63,7 @@ class Options:
     isa: str = "auto"
     layers: int | None = None
     serial: bool = False
-    wait: str = "block"
+    wait: str = "nap"
     chunk: int | None = None
     defer: int = 0  # of a token's experts, added one layer later
     turns: bool | None = None  # whether halves of a prompt's chunk take turns; None: as the experts say

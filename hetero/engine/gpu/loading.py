@@ -43,7 +43,7 @@ class GpuOptions:
     kv_tokens: int | None = None
     handoff: str = "auto"
     rows: tuple[int, ...] | None = None
-    wait: str = "block"
+    wait: str = "nap"
     eager: bool = False
     chunk: int = CHUNK
 

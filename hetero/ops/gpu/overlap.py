@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-ENABLED = False
+ENABLED = True
 """Read when a kernel is launched, and so when a graph is captured."""
 
 
