@@ -102,7 +102,7 @@ def test_experts_on_all_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             GpuOptions(slots=1, context=CONTEXT, kv_tokens=20),
             say=told.append,
         )
-        assert runner.kv_tokens == 16
+        assert runner.kv_tokens == 32
         slot = runner.claim()
         logits = [runner.prefill(slot, [7, 20])]
         for token in (33, 11):

@@ -17,7 +17,7 @@ from hetero.engine.gpu.room import (
     STATES,
     CacheWish,
     cache_slots,
-    default_context,
+    default_lengths,
     workspace,
 )
 from hetero.engine.gpu.share import Rates
@@ -73,19 +73,21 @@ class Text:
         return self.values
 
 
-def test_a_context_that_leaves_most_to_experts() -> None:
+def test_lengths_that_leave_most_to_experts() -> None:
     text = Text()
     layers, _ = states(text.to_dict())
-    for left in (1 << 24, 1 << 28, 1 << 30, 1 << 34):
+    for left in (1 << 20, 1 << 24, 1 << 28, 1 << 30, 1 << 34):
         memory: Any = SimpleNamespace(left=left)
         for slots in (1, 8):
-            context = default_context(text, slots, 100_000, memory)
-            taken = slots * sequence_bytes(layers, context, 2)
-            assert context == SHORTEST or taken <= left // STATES
-            twice = slots * sequence_bytes(layers, 2 * context, 2)
-            assert context == LONGEST or twice > left // STATES
-    assert default_context(text, 1, 100_000, None) == LONGEST
-    assert default_context(text, 1, 512, None) == 512
+            context, together = default_lengths(text, slots, 100_000, memory)
+            assert context <= together <= slots * context
+            taken = sequence_bytes(layers, together, 2)
+            assert together == context == SHORTEST or taken <= left // STATES
+            more = sequence_bytes(layers, together + together // 100, 2)
+            assert together == slots * LONGEST or context < LONGEST or more > left // STATES
+            assert context == LONGEST or sequence_bytes(layers, 2 * context, 2) > left // STATES
+    assert default_lengths(text, 2, 100_000, None) == (LONGEST, 2 * LONGEST)
+    assert default_lengths(text, 1, 512, None) == (512, 512)
 
 
 def test_longer_chunks_need_more() -> None:

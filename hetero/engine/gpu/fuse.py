@@ -17,7 +17,7 @@ from hetero.decode.inputs import PAGE
 from hetero.engine.gpu import share
 from hetero.engine.gpu.loading import GpuOptions
 from hetero.engine.gpu.port import LanePort
-from hetero.engine.gpu.room import CacheWish, cache_slots, default_context, workspace
+from hetero.engine.gpu.room import CacheWish, cache_slots, default_lengths, workspace
 from hetero.engine.gpu.runner import ROWS, GpuRunner
 from hetero.engine.gpu.vram import Vram
 from hetero.engine.handoff import Handoff
@@ -63,8 +63,11 @@ class Fusing:
         options = self.options
         if options.context is not None and limit is not None and options.context > limit:
             raise InputError(f"--ctx {options.context}: the context of this model holds {limit} tokens")
-        context = options.context or default_context(self.text, options.slots, limit, vram)
-        pages = self._pages(context)
+        context, kv_tokens = options.context, options.kv_tokens
+        if context is None:
+            context, together = default_lengths(self.text, options.slots, limit, vram)
+            kv_tokens = kv_tokens or together
+        pages = self._pages(context, kv_tokens)
         decoder = Decoder(
             self.model,
             [DirectExperts(one) for one in self.experts],
@@ -101,7 +104,10 @@ class Fusing:
         self._seed(hybrid, counts)
         if vram is not None:
             vram.hold()
-            self.say(f"sequences hold up to {context} tokens; {gib(vram.used)} of GPU memory are in use")
+            self.say(
+                f"a sequence holds up to {context} tokens, all together {runner.kv_tokens}; "
+                f"{gib(vram.used)} of GPU memory are in use"
+            )
         return runner
 
     def _seed(self, hybrid: Sequence[HybridExperts], counts: Counts | None) -> None:
@@ -117,11 +123,10 @@ class Fusing:
         if seeded:
             self.say(f"those of {seeded} layers were chosen by how earlier runs used them (hetero stats)")
 
-    def _pages(self, context: int) -> int | None:
-        if self.options.kv_tokens is None:
+    def _pages(self, context: int, kv_tokens: int | None) -> int | None:
+        if kv_tokens is None:
             return None
-        most = self.options.slots * -(-context // PAGE)
-        return min(most, max(1, self.options.kv_tokens // PAGE))
+        return min(self.options.slots * -(-context // PAGE), max(1, -(-kv_tokens // PAGE)))
 
     def _handoff(self, numbers: Sequence[int]) -> Handoff:
         options = self.options

@@ -39,16 +39,24 @@ class CacheWish:
     rule: str  # whose blocks share a size in bytes
 
 
-def default_context(text_config: Any, slots: int, limit: int | None, vram: Vram | None) -> int:
-    """Tokens of a sequence: the most, halving from the model's own or LONGEST, whose states take their part
-    of what is left. ``limit``: of the model."""
+def default_lengths(text_config: Any, slots: int, limit: int | None, vram: Vram | None) -> tuple[int, int]:
+    """Tokens of a sequence, at most, and of all ``slots`` together, where nobody says how many: of one the
+    model's own ``limit``, but LONGEST at most, halving until its state takes no more than its part of what is
+    left; of all as many as have room in that part."""
     context = min(limit or LONGEST, LONGEST)
     if vram is None:
-        return context
+        return context, slots * context
     layers, _ = states(text_config.to_dict())
-    while context > SHORTEST and slots * sequence_bytes(layers, context, _WIDTH) > vram.left // STATES:
+    fixed = sequence_bytes(layers, 0, _WIDTH)
+    room = vram.left // STATES - slots * fixed
+
+    def growing(tokens: int) -> int:
+        return sequence_bytes(layers, tokens, _WIDTH) - fixed
+
+    while context > SHORTEST and growing(context) > room:
         context //= 2
-    return context
+    together = context * room // max(1, growing(context))
+    return context, min(slots * context, max(context, together))
 
 
 def workspace(text_config: Any, chunk: int) -> int:
