@@ -149,9 +149,11 @@ def project_packed_rows(
     """As ``project_packed``, on tensor cores: each group of 32 inputs is a product of its own, whose sums are
     exact; program (16 outputs, COUNT rows, 8 or 16). STAGES of GROUPS are on their way at once."""
     let_next(PDL)
-    await_last(PDL)
     block, first_row = tl.program_id(0), tl.program_id(1) * COUNT
     start = packed + block.to(tl.int64) * BLOCK_BYTES
+    if PDL:
+        ask(start.to(tl.int64), BLOCK_BYTES)
+    await_last(PDL)
     halves = (start + SCALES_AT).to(tl.pointer_type(tl.float16))
     groups: tl.constexpr = K // ACT_GROUP
     group_bytes: tl.constexpr = 256 if FORMAT == INT4 else 512
@@ -197,8 +199,11 @@ def project_plain_rows(
     """As ``project_plain`` of bf16, on tensor cores: PARTS of 64 inputs are products of their own; program
     (16 outputs, COUNT rows, 8 or 16). STAGES of PARTS are on their way at once."""
     let_next(PDL)
-    await_last(PDL)
     depth: tl.constexpr = 64
+    if PDL and K % 8 == 0:
+        begin_at = tl.program_id(0).to(tl.int64) * ROWS
+        ask((weight + begin_at * K).to(tl.int64), (tl.minimum(N - begin_at, ROWS) * (2 * K)).to(tl.int32))
+    await_last(PDL)
     first_row = tl.program_id(1) * COUNT
     row = first_row + tl.arange(0, COUNT)
     live = row < rows
