@@ -167,7 +167,9 @@ class HybridExperts:
         elif slots:
             raise ValueError("slots without memory that the GPU can read")
         host = arena.view if arena is not None else torch.empty(spec.num_experts, 0, dtype=torch.uint8)
-        self.cache = ExpertCache(host, slots, self.device, moves=shared.moves, top_k=spec.top_k)
+        self.cache = ExpertCache(
+            host, slots, self.device, moves=shared.moves, top_k=spec.top_k, most=shared.most
+        )
         shared.prefiller.add(self)
         self._place = torch.empty(2 * spec.num_experts, dtype=torch.int64, device=self.device)
 

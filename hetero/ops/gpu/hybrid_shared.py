@@ -16,6 +16,8 @@ from hetero.ops.gpu.tiers import Rates
 LONGEST = 1024
 """Misses of a step up to which the split tells how many the GPU reads; beyond it as for so many."""
 
+_FEW = 8  # misses of a step of one row
+
 LEAD_S, OWN_S = 13.5e-6, 15e-6
 """Seconds of a layer besides reading experts: of the CPU's side, flags and barriers; of the GPU's, what its
 kernels do once the bytes are there. On an H200 beside 12 cores."""
@@ -53,7 +55,8 @@ class SideStream:
 
 class HybridShared:
     """``share`` of the experts that are not in GPU memory are read over PCIe, the CPU computes the others;
-    at most ``moves`` experts a layer and step are brought in beside it, on ``side``. ``defer``: so many of a
+    at most ``moves`` experts a layer and step are brought in beside it, on ``side``; one, where PCIe also has
+    a share of single steps. ``defer``: so many of a
     token's experts that the CPU computes are added one layer later (``deferral``), which the port has to
     know how to do; graphs that were captured keep what they have.
 
@@ -79,6 +82,7 @@ class HybridShared:
         self._forked: dict[int, Tensor] = {}
         self.split = torch.zeros(LONGEST + 1, dtype=torch.int32, device=self.device)
         self.no_split = torch.zeros_like(self.split)  # of layers that the GPU cannot read
+        self.most = torch.full((1,), moves, dtype=torch.int32, device=self.device)
         self.prefiller = Prefiller(self.device, rates=rates, piece=piece)
         self.set_share(share)
 
@@ -116,6 +120,15 @@ class HybridShared:
         if values.shape != self.split.shape or bool((values < 0).any()):
             raise ValueError(f"a split needs {LONGEST + 1} counts")
         self.split.copy_(values)
+        # Where the GPU reads experts in place, moves that do not end with a layer's dense part slow it down.
+        self.set_most(min(1, self.moves) if bool(values[: _FEW + 1].any()) else self.moves)
+
+    def set_most(self, moves: int) -> None:
+        """Moves of a layer and step from now on, up to those that were asked for in the beginning; captured
+        graphs follow. ``set_split`` sets it as well. Between steps only."""
+        if not 0 <= moves <= self.moves:
+            raise ValueError(f"{moves} moves a step, at most {self.moves}")
+        self.most.fill_(moves)
 
     def shares(self) -> Tensor:
         """The split, int32 [LONGEST + 1], on the CPU."""
