@@ -93,6 +93,6 @@ class Waiter:
         if self.how == "nap":
             time.sleep(_NAP * self._shortest.get(kind, 0.0))
         while not event.query():
-            pass
+            time.sleep(0)  # lets other threads of Python run
         took = time.perf_counter() - began
         self._shortest[kind] = min(took, self._shortest.get(kind, took) * (1 + _FORGET))
