@@ -134,15 +134,17 @@ class ExpertCache:
         steady = uses.to(torch.float32) / steps * ((1.0 - kept) / (1.0 - self._decay))
         self._often.mul_(kept).add_(steady)
 
-    def move(self, ids: Tensor) -> None:
-        """After a step that used ``ids`` int64 [T, k]: bring in the experts that are worth a slot."""
-        if not self.slots:
-            return
+    def choose(self, ids: Tensor) -> None:
+        """In a step that uses ``ids`` int64 [T, k], once it was looked up: learn from it, and choose the
+        experts that ``fetch`` shall bring, behind this and behind the step's own experts."""
         cache_kernels.choose[(1,)](
             ids, self.slot_of, self.free, self.incoming, self._age, self._often, self._seen, self._used,
             self.chosen, self._moves, self._most, self.totals, ids.numel(), self._decay, self._fade, PRIOR,
             GAIN, **self.sizes, MOVES=self.moves, num_warps=8,
         )  # fmt: skip
+
+    def fetch(self) -> None:
+        """Bring the experts that ``choose`` has told."""
         programs = 1 if self.device.type == "cpu" else _FETCHERS
         cache_kernels.fetch[(programs,)](
             self._moves, self.memory, self.cache_at, self.host_at, self.stride, MOVES=self.moves, WORDS=_WORDS

@@ -13,8 +13,8 @@ State of a layer, all on the device:
   are added to each class, so that one of which little was seen is not taken for likely.
   benchmarks/cache_policy.py compares this with other policies.
 
-A layer's step: ``find`` before its experts, ``choose`` after them, then ``fetch``, which may run beside
-everything else but the layer's next ``find``.
+A layer's step: ``find`` before its experts; ``choose`` beside or after them; then ``fetch``, after them,
+which may run beside everything else but the layer's next ``find``.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def choose(
     prior, gain,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, RESERVE: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
-    """After a step that used ``ids`` int64 [pairs]: learn from it, take in what it has read into free slots,
-    and tell ``fetch`` what else should come; one program.
+    """In a step that uses ``ids`` int64 [pairs]: learn from it, take in what it reads into free slots, and
+    tell ``fetch`` what else should come; one program.
 
     ``moves`` int32 [MOVES, 2]: an expert and the slot for it, or -1; at most ``most`` int32 [1] of them. An
     expert comes where it is worth ``gain`` more than the least worthy one that is here, so that experts which

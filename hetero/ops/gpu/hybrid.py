@@ -221,6 +221,9 @@ class HybridExperts:
         if not self._pending:
             raise RuntimeError(f"collect of layer {self.layer}, which was not submitted")
         step = self._pending.popleft()
+        moves = self.cache.moves > 0 and not self._pending
+        if moves:
+            self.shared.fork(self.layer, step.ids, self.cache.choose)
         own = None
         if self.launch is not None:
             own = self.launch.few(
@@ -239,13 +242,13 @@ class HybridExperts:
             out if own is None else own, result, out if extra is None else extra.contiguous(), out, count,
             HAS_OWN=own is not None, HAS_EXTRA=extra is not None, WIDTH=_WIDTH,
         )  # fmt: skip
-        if self.cache.moves and not self._pending:
-            self.shared.fork(self.layer, step.ids, self._move)
+        if moves:  # not before: the flag and the CPU's sum would wait behind experts on PCIe
+            self.shared.fork(self.layer, step.ids, self._fetch)
         return out
 
-    def _move(self, ids: Tensor) -> None:
+    def _fetch(self, _: Tensor) -> None:
         stamps.start()
-        self.cache.move(ids)
+        self.cache.fetch()
         stamps.lap_moves(self.cache.totals[2:], self.cache.stride)
 
     def forget(self) -> None:

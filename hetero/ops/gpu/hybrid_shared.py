@@ -134,10 +134,10 @@ class HybridShared:
         """The split, int32 [LONGEST + 1], on the CPU."""
         return self.split.cpu()
 
-    def fork(self, layer: int, ids: Tensor, move: Callable[[Tensor], None]) -> None:
-        """Start the moves of a layer whose step used ``ids``."""
+    def fork(self, layer: int, ids: Tensor, work: Callable[[Tensor], None]) -> None:
+        """Start what moves the experts of a layer whose step uses ``ids``."""
         self._forked[layer] = ids
-        self.side.run(partial(move, ids))
+        self.side.run(partial(work, ids))
 
     def await_moves(self, layer: int) -> None:
         """The current stream waits for those of a layer, if any were started since the last ``join``."""
