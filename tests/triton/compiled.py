@@ -60,8 +60,10 @@ def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **
 def main() -> None:
     import gpu_kernels
 
+    from hetero.core import ExpertSpec
     from hetero.formats import parse_format
     from hetero.ops.gpu import overlap
+    from hetero.ops.gpu.launch import ExpertLaunch
 
     JITFunction.run = compile_only  # type: ignore[method-assign]
     torch.Tensor.is_cuda = True  # type: ignore[assignment,misc]
@@ -74,6 +76,11 @@ def main() -> None:
             case.make()()
         for fmt in ("bf16", "int8 g128"):
             gpu_kernels.experts_case(sizes, rows, parse_format(fmt)).make()()
+    # Experts that come from host memory on the way.
+    made = ExpertLaunch(ExpertSpec(512, 2560, 640, 10), parse_format("int4"), torch.device("meta"))
+    rows = made.rows(torch.empty(1, 2560, dtype=torch.bfloat16, device="meta"))
+    at, weights = (torch.empty(1, 10, dtype=d, device="meta") for d in (torch.int64, torch.float32))
+    made.few(torch.empty(1, dtype=torch.uint8, device="meta"), rows, at, weights, at)
     names = sorted({name.split()[0] for name in done})
     sys.stdout.write(f"{triton.__version__} {len(done)} {' '.join(names)}\n")
 

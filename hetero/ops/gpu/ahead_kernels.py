@@ -45,3 +45,20 @@ def ask(at, size):
         }""",
         "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def ask_each(at, size):
+    """``ask`` of 16 addresses and sizes, as vectors, by as many threads; of nothing where a size is 0."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred mine;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.lt.u32 mine, thread, 16;
+        setp.ne.and.u32 mine, $2, 0, mine;
+        @mine cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

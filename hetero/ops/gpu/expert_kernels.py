@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hetero.ops.gpu.ahead_kernels import ask, ask_each
 from hetero.ops.gpu.overlap_kernels import await_last, let_next
 
 ACT_GROUP = tl.constexpr(32)
@@ -187,12 +188,13 @@ def gate_up(
     K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
     BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, HAS_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, STEPS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
+    NEAR: tl.constexpr,
 ):  # fmt: skip
     """h float32 [pairs, N]: the activated values of every (token, expert) pair; program (16 outputs, pair).
 
     ``base``: any pointer to bytes; ``addresses`` int64 [pairs]: of each pair's expert, 0 where the pair is
     not computed here: its h stays unwritten. An expert's float32 biases of gate (if any) and up begin at
-    BIAS_AT.
+    BIAS_AT. NEAR: all experts are in GPU memory, and may be asked for ahead.
     """
     block, pair = tl.program_id(0), tl.program_id(1)
     expert = tl.load(addresses + pair)
@@ -202,6 +204,8 @@ def gate_up(
         xs = qs + token * (K // ACT_GROUP)
         mats: tl.constexpr = 2 if HAS_GATE else 1
         first = _at(base, expert + block.to(tl.int64) * (mats * BLOCK_BYTES))
+        if NEAR and ASM and HAS_GATE:  # the second matrix comes nearer while the first one is used
+            ask(first.to(tl.int64) + BLOCK_BYTES, BLOCK_BYTES)
         out = block * ROWS + tl.arange(0, ROWS)
         here = out < N
         bias = _at(base, expert).to(tl.pointer_type(tl.float32)) + BIAS_AT // 4
@@ -223,7 +227,8 @@ def down(
     base, q, qs, addresses, weights, out, slots,
     K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
     BEGIN: tl.constexpr, BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    STEPS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    STEPS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr, NEAR: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out float32 [T, N]: the weighted sum of a token's experts that have an address; program (16 outputs,
     token).
@@ -239,6 +244,10 @@ def down(
     steps: tl.constexpr = K // per_step
     pair = token * slots
     offset = BEGIN + block.to(tl.int64) * BLOCK_BYTES
+    if NEAR and ASM:  # what later rounds read comes nearer
+        each = tl.arange(0, 16)
+        all_experts = tl.load(addresses + pair + each, each < slots, 0)
+        ask_each(all_experts + offset, tl.where(all_experts != 0, BLOCK_BYTES, 0))
     total = tl.zeros((STEPS, ROWS), tl.float32)
     for begin in range(0, slots * steps, STEPS * TILES):
         words, scales = (), ()

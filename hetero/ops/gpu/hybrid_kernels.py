@@ -88,6 +88,7 @@ def gate_up(
     expert_kernels.gate_up(
         base, q, qs, addresses, h, slots, alpha, gate_max, up_limit, act_max, up_offset,
         K, N, BLOCK_BYTES, GROUP, SCALES_AT, BIAS_AT, FORMAT, KIND, HAS_GATE, HAS_BIAS, STEPS, TILES, ASM,
+        True,
     )  # fmt: skip
     if (source != 0) & (block % 2 == 0):
         _bring(base, source + rest, target + rest, count, WORDS)

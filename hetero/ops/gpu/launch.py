@@ -117,7 +117,7 @@ class ExpertLaunch:
         out = torch.empty(tokens, self.spec.hidden, device=self.device)
         grid_up, grid_down = (self.blocks_up, tokens * slots), (self.blocks_down, tokens)
         if sources is None:
-            expert_kernels.gate_up[grid_up](base, *rows, addresses, h, slots, *self.limits, **up)
+            expert_kernels.gate_up[grid_up](base, *rows, addresses, h, slots, *self.limits, NEAR=False, **up)
         else:
             hybrid_kernels.gate_up[grid_up](
                 base, *rows, addresses, sources, h, slots, *self.limits, **up,
@@ -125,7 +125,8 @@ class ExpertLaunch:
                 WORDS=_WORDS_OF_WARP * up["num_warps"],
             )  # fmt: skip
         hq = quantised_rows(self.format, h, self.down["K"])
-        down |= overlap(self.device)
+        # Without sources experts may lie in host memory, which is read once and no sooner than it is needed.
+        down |= overlap(self.device) | {"NEAR": sources is not None}
         expert_kernels.down[grid_down](base, *hq, addresses, weights, out, slots, **down)
         return out
 
