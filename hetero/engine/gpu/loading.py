@@ -104,7 +104,8 @@ class Graphs:
             # Whatever the model was called; copies of it count as one.
             wanted = stats.config_hash(config)
             known = next((one for one in stats.load_all() if one.config == wanted), None)
-        with self.enough_memory():
+        # Kernels are launched on the device that is current.
+        with self.enough_memory(), torch.cuda.device(self._device):
             return fuse(
                 self._model,
                 self._placement,
