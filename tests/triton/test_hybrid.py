@@ -128,6 +128,32 @@ def test_two_steps_in_flight_and_something_extra(generator: torch.Generator) -> 
         hybrid.collect()
 
 
+def test_a_collect_that_fails_leaves_the_slots_whole(generator: torch.Generator) -> None:
+    """Experts that were chosen to come are there, though the step was lost."""
+    hybrid = make(SPEC, "int4", 3, 0.0, generator)
+    cache, port = hybrid.cache, hybrid.port
+
+    class Failing:
+        payload, record_submit = port.payload, port.record_submit
+
+        def record_collect(self, layer: int) -> None:
+            raise OSError("lost")
+
+    hybrid.port = Failing()
+    ids = torch.tensor([[10, 11]])
+    for _ in range(6):
+        x, _, weights = inputs(SPEC, 1, generator)
+        hybrid.submit(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+        with pytest.raises(OSError, match="lost"):
+            hybrid.collect()
+    hybrid.shared.join()
+    assert hybrid.counts().moved > 0
+    whole = hybrid.experts.whole_bytes
+    for expert, slot in enumerate(cache.slot_of.tolist()):
+        if slot >= 0:
+            assert torch.equal(cache.memory[slot, :whole].cpu(), cache.host[expert, :whole])
+
+
 def test_the_split_ends_both_sides_together() -> None:
     shared = HybridShared("cpu", share=0.4)
     assert shared.shares()[:6].tolist() == [0, 0, 1, 1, 2, 2]

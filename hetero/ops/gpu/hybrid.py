@@ -224,6 +224,15 @@ class HybridExperts:
         moves = self.cache.moves > 0 and not self._pending
         if moves:
             self.shared.fork(self.layer, step.ids, self.cache.choose)
+        try:
+            return self._sum(step, extra)
+        finally:
+            # Not before: the flag and the CPU's sum would wait behind experts on PCIe. But whatever happens:
+            # what was chosen counts as there.
+            if moves:
+                self.shared.fork(self.layer, step.ids, self._fetch)
+
+    def _sum(self, step: _Step, extra: Tensor | None) -> Tensor:
         own = None
         if self.launch is not None:
             own = self.launch.few(
@@ -242,8 +251,6 @@ class HybridExperts:
             out if own is None else own, result, out if extra is None else extra.contiguous(), out, count,
             HAS_OWN=own is not None, HAS_EXTRA=extra is not None, WIDTH=_WIDTH,
         )  # fmt: skip
-        if moves:  # not before: the flag and the CPU's sum would wait behind experts on PCIe
-            self.shared.fork(self.layer, step.ids, self._fetch)
         return out
 
     def _fetch(self, _: Tensor) -> None:
