@@ -94,7 +94,7 @@ def mix_rows(
         streams, *added_parts(block_out if has_out else None, shared, gate, parts),
         inject if has_out else parts, weights.norm, weights.down, new, norms, parts, rows, weights.eps,
         HAS_OUT=has_out, HAS_SHARED=shared is not None, HAS_GATE=gate is not None, LINES=lines,
-        DEPTH=min(max(triton.next_power_of_2(hidden), 64), _DEPTH), num_warps=warps, **sizes,
+        DEPTH=min(max(triton.next_power_of_2(hidden), 64), _DEPTH), STAGES=3, num_warps=warps, **sizes,
     )  # fmt: skip
     out = torch.empty(rows, hidden, dtype=streams.dtype, device=device)
     made, k_pad = Rows(out, out), 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hetero.ops.gpu.ahead_kernels import ask_each
 from hetero.ops.gpu.expert_kernels import ACT_GROUP, coded
 from hetero.ops.gpu.overlap_kernels import await_last, let_next
 
@@ -60,7 +61,7 @@ def project(
     rows, eps,
     COUNT: tl.constexpr, HIDDEN: tl.constexpr, OUTPUTS: tl.constexpr, HAS_OUT: tl.constexpr,
     HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, LINES: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, PRODUCTS: tl.constexpr, TWIN: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PRODUCTS: tl.constexpr, STAGES: tl.constexpr, TWIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (LINES outputs, stream, ROWS rows): ``parts`` float32 [COUNT, T, OUTPUTS], which summed over
     the streams are the projections by ``weight`` [OUTPUTS, COUNT * HIDDEN] of the streams, each by its own
@@ -82,47 +83,58 @@ def project(
     else:
         total = tl.zeros((ROWS, LINES, DEPTH), tl.float32)
     squares = tl.zeros((ROWS, 1, DEPTH), tl.float32)
-    # Everything is on its way before anything waits.
-    ws, xs, norms = (), (), ()
-    for first in tl.static_range(0, HIDDEN, DEPTH):
-        at = (first + tl.arange(0, DEPTH))[None, None, :]
-        ws = ws + (tl.load(start + at, (at < HIDDEN) & (line < OUTPUTS)[None, :, None], 0.0),)
-        norms = norms + (tl.load(norm_weight + stream * HIDDEN + at, at < HIDDEN, 0.0),)
-    await_last(PDL)
-    # Without an output it is of no use.
-    amount = tl.load(inject + row * COUNT + stream, row < rows, 0.0) if HAS_OUT else eps
-    for first in tl.static_range(0, HIDDEN, DEPTH):
-        at = (first + tl.arange(0, DEPTH))[None, None, :]
-        if not PRODUCTS:
-            xs = xs + (
-                _stream(
-                    streams, block_out, shared, gate, gate_stride, amount, row, stream, at, rows,
-                    COUNT, HIDDEN, HAS_OUT, HAS_SHARED, HAS_GATE,
-                ),
-            )  # fmt: skip
-    # Loads are not put off beyond it.
-    tl.debug_barrier()
-    for first in tl.static_range(0, HIDDEN, DEPTH):
-        at = (first + tl.arange(0, DEPTH))[None, None, :]
-        if PRODUCTS:  # so many rows leave no registers for it before
+    if PRODUCTS:
+        if PDL:  # so many rows leave no registers for weights before
+            known = (line < OUTPUTS) & (HIDDEN % 8 == 0)
+            begin = weight + line.to(tl.int64) * (COUNT * HIDDEN) + stream * HIDDEN
+            ask_each(begin.to(tl.int64), tl.where(known, 2 * HIDDEN, 0))
+        await_last(PDL)
+        amount = tl.load(inject + row * COUNT + stream, row < rows, 0.0) if HAS_OUT else eps
+        for first in tl.range(0, HIDDEN, DEPTH, num_stages=STAGES):
+            at = (first + tl.arange(0, DEPTH))[None, None, :]
+            w = tl.load(start + at, (at < HIDDEN) & (line < OUTPUTS)[None, :, None], 0.0)
+            norm = tl.load(norm_weight + stream * HIDDEN + at, at < HIDDEN, 0.0)
             x = _stream(
                 streams, block_out, shared, gate, gate_stride, amount, row, stream, at, rows,
                 COUNT, HIDDEN, HAS_OUT, HAS_SHARED, HAS_GATE,
             )  # fmt: skip
-        else:
+            if HAS_OUT:
+                place = (row * COUNT + stream) * HIDDEN + at
+                tl.store(new_streams + place, x, (at < HIDDEN) & (row < rows) & (chunk + at * 0 == 0))
+            x = x.to(tl.float32)
+            squares += x * x
+            x = (x * (1.0 + norm.to(tl.float32))).to(weight.dtype.element_ty)
+            # Every warp has inputs of its own.
+            w = tl.permute(tl.reshape(w, [LINES, pieces, 64]), (1, 0, 2))
+            total += _product(w, tl.permute(tl.reshape(x, [ROWS, pieces, 64]), (1, 2, 0)), TWIN)
+    else:
+        # Everything is on its way before anything waits.
+        ws, xs, norms = (), (), ()
+        for first in tl.static_range(0, HIDDEN, DEPTH):
+            at = (first + tl.arange(0, DEPTH))[None, None, :]
+            ws = ws + (tl.load(start + at, (at < HIDDEN) & (line < OUTPUTS)[None, :, None], 0.0),)
+            norms = norms + (tl.load(norm_weight + stream * HIDDEN + at, at < HIDDEN, 0.0),)
+        await_last(PDL)
+        # Without an output it is of no use.
+        amount = tl.load(inject + row * COUNT + stream, row < rows, 0.0) if HAS_OUT else eps
+        for first in tl.static_range(0, HIDDEN, DEPTH):
+            at = (first + tl.arange(0, DEPTH))[None, None, :]
+            x = _stream(
+                streams, block_out, shared, gate, gate_stride, amount, row, stream, at, rows,
+                COUNT, HIDDEN, HAS_OUT, HAS_SHARED, HAS_GATE,
+            )  # fmt: skip
+            xs = xs + (x,)
+        # Loads are not put off beyond it.
+        tl.debug_barrier()
+        for first in tl.static_range(0, HIDDEN, DEPTH):
+            at = (first + tl.arange(0, DEPTH))[None, None, :]
             x = xs[first // DEPTH]
-        if HAS_OUT:
-            place = (row * COUNT + stream) * HIDDEN + at
-            tl.store(new_streams + place, x, (at < HIDDEN) & (row < rows) & (chunk + at * 0 == 0))
-        x = x.to(tl.float32)
-        squares += x * x
-        x = x * (1.0 + norms[first // DEPTH].to(tl.float32))
-        if PRODUCTS:  # every warp has inputs of its own
-            w = tl.permute(tl.reshape(ws[first // DEPTH], [LINES, pieces, 64]), (1, 0, 2))
-            x = tl.permute(tl.reshape(x.to(weight.dtype.element_ty), [ROWS, pieces, 64]), (1, 2, 0))
-            total += _product(w, x, TWIN)
-        else:
-            total += ws[first // DEPTH].to(tl.float32) * x
+            if HAS_OUT:
+                place = (row * COUNT + stream) * HIDDEN + at
+                tl.store(new_streams + place, x, (at < HIDDEN) & (row < rows) & (chunk + at * 0 == 0))
+            x = x.to(tl.float32)
+            squares += x * x
+            total += ws[first // DEPTH].to(tl.float32) * (x * (1.0 + norms[first // DEPTH].to(tl.float32)))
     size = tl.rsqrt(tl.sum(squares, 2) / HIDDEN + eps)  # [ROWS, 1]
     row = (tl.program_id(2) * ROWS + tl.arange(0, ROWS))[:, None]
     tl.store(sizes + row * COUNT + stream, size, (row < rows) & (chunk + row * 0 == 0))
