@@ -208,7 +208,7 @@ def main() -> None:
     print(f"{options.slots} of {EXPERTS} slots a layer: hit rate (moves + stayed, a layer and step)")
     print(f"{'policy':36} {'moves':>5} {'free':>4}  " + "  ".join(f"{kind:>17}" for kind in kinds))
     for name, make in policies(options.layers).items():
-        for moves, reserve in ((1, 0), (2, 0), (4, 0), (1, 1), (2, 1), (2, 2)):
+        for moves, reserve in ((1, 0), (2, 0), (4, 0), (1, 1), (2, 1), (1, 3), (2, 3)):
             cells = []
             for kind, ids in tables.items():
                 skipped = options.steps // (2 if kind == "change" else 4)
