@@ -184,15 +184,21 @@ def mix(
         at = (first + tl.arange(0, DEPTH))[None, None, :]
         ws = ws + (tl.load(start + at, known[None, :, None] & (at < RANK), 0.0),)
     await_last(PDL)
+    lows = ()
+    if PRODUCTS:  # all on their way before a product waits
+        for first in tl.static_range(0, RANK, DEPTH):
+            at = (first + tl.arange(0, DEPTH))[None, None, :]
+            lows = lows + (_joined(parts, row, rows, at, (row < rows) & (at < RANK), COUNT, OUTPUTS),)
     for first in tl.static_range(0, RANK, DEPTH):
         at = (first + tl.arange(0, DEPTH))[None, None, :]
-        low = _joined(parts, row, rows, at, (row < rows) & (at < RANK), COUNT, OUTPUTS)
-        low = low * tl.sigmoid(low)
         if PRODUCTS:
+            low = lows[first // DEPTH]
+            low = low * tl.sigmoid(low)
             w = tl.reshape(ws[first // DEPTH], [STREAMS * COLUMNS, DEPTH])
             total += _product(w, tl.trans(tl.reshape(low.to(weight.dtype.element_ty), [ROWS, DEPTH])), TWIN)
         else:
-            total += ws[first // DEPTH].to(tl.float32) * low
+            low = _joined(parts, row, rows, at, (row < rows) & (at < RANK), COUNT, OUTPUTS)
+            total += ws[first // DEPTH].to(tl.float32) * (low * tl.sigmoid(low))
     row = (first_row + tl.arange(0, ROWS))[:, None]
     here = (row < rows) & known[None, :]
     place = row * (COUNT * HIDDEN) + line[None, :]
