@@ -67,7 +67,7 @@ def gate_up(
     K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr,
     BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, HAS_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, STEPS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
-    BEGIN: tl.constexpr, REST: tl.constexpr, WORDS: tl.constexpr,
+    BEGIN: tl.constexpr, REST: tl.constexpr, WORDS: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """``expert_kernels.gate_up``, whose program (16 outputs, pair) first brings its bytes of an expert from
     ``sources`` int64 [pairs], where that is not 0, and a part of the REST bytes from BEGIN on, those of down:
@@ -88,7 +88,7 @@ def gate_up(
     expert_kernels.gate_up(
         base, q, qs, addresses, h, slots, alpha, gate_max, up_limit, act_max, up_offset,
         K, N, BLOCK_BYTES, GROUP, SCALES_AT, BIAS_AT, FORMAT, KIND, HAS_GATE, HAS_BIAS, STEPS, TILES, ASM,
-        True,
+        NEAR,
     )  # fmt: skip
     if (source != 0) & (block % 2 == 0):
         _bring(base, source + rest, target + rest, count, WORDS)

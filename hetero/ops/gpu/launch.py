@@ -116,17 +116,19 @@ class ExpertLaunch:
         h = empty(tokens * slots, self.spec.intermediate, device=self.device)
         out = torch.empty(tokens, self.spec.hidden, device=self.device)
         grid_up, grid_down = (self.blocks_up, tokens * slots), (self.blocks_down, tokens)
+        # What is read in place in host memory is read once and no sooner than it is needed. A single row's
+        # experts are all brought, but for those beyond the slots that are kept free.
+        near = sources is not None and tokens == 1
         if sources is None:
             expert_kernels.gate_up[grid_up](base, *rows, addresses, h, slots, *self.limits, NEAR=False, **up)
         else:
             hybrid_kernels.gate_up[grid_up](
                 base, *rows, addresses, sources, h, slots, *self.limits, **up,
                 BEGIN=self.down["BEGIN"], REST=self.blocks_down * self.down["BLOCK_BYTES"],
-                WORDS=_WORDS_OF_WARP * up["num_warps"],
+                WORDS=_WORDS_OF_WARP * up["num_warps"], NEAR=near,
             )  # fmt: skip
         hq = quantised_rows(self.format, h, self.down["K"])
-        # Without sources experts may lie in host memory, which is read once and no sooner than it is needed.
-        down |= overlap(self.device) | {"NEAR": sources is not None}
+        down |= overlap(self.device) | {"NEAR": near}
         expert_kernels.down[grid_down](base, *hq, addresses, weights, out, slots, **down)
         return out
 
