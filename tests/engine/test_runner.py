@@ -104,6 +104,36 @@ def test_embeddings_of_n_grams_follow_each_row() -> None:
     assert decoder_of(runner).grams == [[9, 8], [*prompt[-15:], 7]]
 
 
+def test_a_step_that_has_no_pages_changes_nobodys_past() -> None:
+    runner = runner_of(slots=2, ple=5, pages=2)
+    first, second = runner.claim(), runner.claim()
+    runner.prefill(first, [3, 4])
+    runner.prefill(second, list(range(PAGE)))
+    with pytest.raises(HeteroError, match="all 2 pages"):
+        runner.step([(first, 5), (second, 6)])
+    runner.step([(first, 5)])
+    assert decoder_of(runner).grams == [[3, 4, 5]]
+
+
+def test_an_eager_step_that_failed_leaves_nothing_behind() -> None:
+    class Half(Counted):
+        forgotten = 0
+
+        def forget(self) -> None:
+            self.forgotten += 1
+
+    experts = Half()
+    decoder = PagedDecoder(1, CONTEXT)
+    runner = GpuRunner(decoder, [experts], handoff=None, slots=1, context=CONTEXT)
+    slot = runner.claim()
+    decoder.fail = RuntimeError("out of something")
+    with pytest.raises(RuntimeError, match="out of something"):
+        runner.step([(slot, 1)])
+    assert experts.forgotten == 1
+    runner.step([(slot, 1)])
+    assert experts.forgotten == 1
+
+
 def test_what_is_told_of_the_experts() -> None:
     decoder = PagedDecoder(1, CONTEXT)
     experts = [Counted(), Counted()]
@@ -141,6 +171,8 @@ def test_pages_are_shared_by_need() -> None:
         pages.grow(2, 17)
     pages.release(0)
     pages.grow(2, 64)
+    with pytest.raises(HeteroError, match="35 tokens of a sequence, and a slot holds 34"):
+        Pages(1, 34, torch.device("cpu")).grow(0, 35)
     used = [*pages.table[1, :1].tolist(), *pages.table[2].tolist()]
     assert sorted(used) == list(range(5))
 

@@ -30,12 +30,12 @@ class Pages:
 
     def grow(self, slot: int, tokens: int) -> None:
         """Room for ``tokens`` tokens in all. Raises HeteroError where context or pages end."""
+        if tokens > self.context:
+            raise HeteroError(f"{tokens} tokens of a sequence, and a slot holds {self.context}")
         held = self._held[slot]
         first, last = len(held), -(-tokens // PAGE)
         if last <= first:
             return
-        if tokens > self.context:
-            raise HeteroError(f"{tokens} tokens of a sequence, and a slot holds {self.context}")
         if last - first > len(self._free):
             raise HeteroError(f"all {self.total} pages of keys and values are taken")
         held += [self._free.pop() for _ in range(first, last)]

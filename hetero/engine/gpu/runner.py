@@ -170,18 +170,19 @@ class GpuRunner:
         with self._on_stream():
             graph, tape = self._means(size)
             with self._tracing.step(tape, count):
-                for slot, token in rows:
+                for slot, _ in rows:
                     self.pages.grow(slot, self._length[slot] + 1)
-                    self._last[slot] = [*self._last[slot][1 - _REMEMBERED :], token]
+                last = [[*self._last[slot][1 - _REMEMBERED :], token] for slot, token in rows]
                 if staging.ple is not None:
-                    gathered = self.decoder.gather([self._last[slot] for slot, _ in rows])
+                    gathered = self.decoder.gather(last)
                     assert gathered is not None
                     staging.ple[:count] = gathered
                 staging.fill([(token, slot, self._length[slot]) for slot, token in rows])
                 out = self._run(size, count, graph, tape)
                 ids, best = results.read(count)
-        for slot, _ in rows:
+        for (slot, _), tokens in zip(rows, last, strict=True):
             self._length[slot] += 1
+            self._last[slot] = tokens
         return StepOut(ids, best, out[:count] if logits else None)
 
     def _read(self, slot: int, part: list[int]) -> Tensor:
@@ -309,8 +310,12 @@ class GpuRunner:
         """Logits [size, V] of a step whose first ``count`` rows count, once it is through."""
         with nullcontext() if self.handoff is None else self.handoff.step({LANE: count}):
             if graph is None:
-                with nullcontext() if tape is None else tape.recording():
-                    out = self._record(size, tape)
+                try:
+                    with nullcontext() if tape is None else tape.recording():
+                        out = self._record(size, tape)
+                except BaseException:
+                    self._forget()  # the next step begins anew
+                    raise
             else:
                 graph.replay()
                 out = graph.out
