@@ -44,7 +44,7 @@ class IndexedAttentionMixer(AttentionMixer):
             build.tensor(indexer.k_layernorm.weight),
             indexer.q_layernorm.eps,
         )
-        pages = build.slots * build.most_pages, PAGE
+        pages = build.pages, PAGE
         self.index_keys = IndexKeys(self.index_shape, build.slots, pages, build.dtype, build.device)
 
     def _inputs(self, module: Any) -> list[Part]:

@@ -98,9 +98,10 @@ class Ngrams:
         assert inputs.ple is not None
         x = inputs.ple[:, self._columns]
         rows = Normed(plain_rows(self._in.format, x), x, x)
-        parts = self._in.few(rows, self._dtype)
-        one = len(self._in.matrices) == 1
-        projected = self._in.whole(rows.rows, self._dtype) if one else torch.cat(parts, 1)
+        if len(self._in.matrices) == 1:
+            projected = self._in.whole(rows.rows, self._dtype)
+        else:
+            projected = torch.cat(self._in.few(rows, self._dtype), 1)
         main, shared, gate = (None, None, None) if added is None else added
         ple_kernels.add_ngrams[(self._count, len(streams))](
             projected, projected.stride(0), streams, *added_parts(main, shared, gate, streams),

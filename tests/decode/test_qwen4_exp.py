@@ -28,6 +28,9 @@ def test_prefills_and_greedy_steps(generator: torch.Generator, monkeypatch: pyte
     """A prompt in pieces, then greedy tokens, half of them beside another sequence; a slot used again."""
     model = tiny("qwen4_exp_text", generator, **SIZES)
     decoder = decoder_of(model, slots=2, context=64)
+    none, half = (decoder_of(model, slots=2, context=64, pages=count).state_bytes for count in (0, 4))
+    # Keys and values, and those of the indexer, are as many as there are pages.
+    assert decoder.state_bytes - half == half - none > 0
     first, second = tokens_of(19, generator), tokens_of(12, generator)
     first[[0, 5, 7, 12]] = EOS  # n-grams end there
     second[2] = EOS

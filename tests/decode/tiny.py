@@ -46,7 +46,7 @@ def direct_experts(model: Any) -> list[DirectExperts]:
     return made
 
 
-def decoder_of(model: Any, *, slots: int = 3, context: int = 160) -> Decoder:
+def decoder_of(model: Any, *, slots: int = 3, context: int = 160, pages: int | None = None) -> Decoder:
     """Over a copy of the model's weights, everything in float32."""
     copied = deepcopy(model)
     return Decoder(
@@ -56,6 +56,7 @@ def decoder_of(model: Any, *, slots: int = 3, context: int = 160) -> Decoder:
         context=context,
         device=DEVICE,
         kv_dtype=torch.float32,
+        pages=pages,
     )
 
 
