@@ -179,7 +179,7 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     import torch
 
     from hetero.engine.gpu.graphs import WAITS
-    from hetero.engine.gpu.loading import HANDOFFS
+    from hetero.engine.gpu.loading import HANDOFFS, MOST_CHUNK
     from hetero.model import hf
     from hetero.ops.gpu.tiers import STRATEGIES
     from hetero.report.bench_load import Options, check_options, fuses, predicted
@@ -189,6 +189,8 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
         raise InputError(f"--handoff {handoff}: must be one of {', '.join(HANDOFFS)}")
     if prefill_by not in STRATEGIES:
         raise InputError(f"--prefill-by {prefill_by}: must be one of {', '.join(STRATEGIES)}")
+    if chunk is not None and chunk > MOST_CHUNK:
+        raise InputError(f"--chunk {chunk}: must be at most {MOST_CHUNK}")
     if wait not in WAITS:
         raise InputError(f"--wait {wait}: must be one of {', '.join(WAITS)}")
     hf.quiet()

@@ -155,6 +155,8 @@ def test_options_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == GpuOptions(vram=GIB, slots=3, context=64, handoff="spin")
     monkeypatch.setenv("HETERO_PREFILL_CHUNK", "77")
     assert gpu_options(None, slots=1, context=None, kv_tokens=9, handoff="auto").chunk == 77
+    monkeypatch.setenv("HETERO_PREFILL_CHUNK", "70000")
+    assert gpu_options(None, slots=1, context=None, kv_tokens=9, handoff="auto").chunk == loading.MOST_CHUNK
     with pytest.raises(InputError, match="--handoff thread: must be one of auto, memop, spin, hostfunc"):
         gpu_options(None, slots=1, context=None, kv_tokens=None, handoff="thread")
 

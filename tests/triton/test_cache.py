@@ -179,7 +179,8 @@ def test_the_most_used_stay_and_the_budget_holds(generator: torch.Generator) -> 
 
 
 def test_a_prompt_counts_as_steps(generator: torch.Generator) -> None:
-    cache = make(3, generator).cache
+    hybrid = make(3, generator)  # whose experts are the memory that the cache is over
+    cache = hybrid.cache
     uses = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
     uses[5] = 1000
     cache.observe(uses, 1000)
@@ -187,3 +188,8 @@ def test_a_prompt_counts_as_steps(generator: torch.Generator) -> None:
     assert cache._often.tolist()[5] == pytest.approx((1 - decay**128) / (1 - decay), rel=1e-5)
     assert cache._often.tolist()[4] == 0
     assert cache.chosen.tolist() == uses.tolist()
+    cache.choose(torch.tensor([[5, 6]], device=DEVICE))
+    fresh = make(3, generator).cache
+    cache.unlearn()
+    for name in ("chosen", "_often", "_age", "_seen", "_used"):
+        assert torch.equal(getattr(cache, name), getattr(fresh, name)), name

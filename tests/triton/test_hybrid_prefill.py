@@ -105,6 +105,8 @@ def test_few_tokens_are_computed_as_steps_are(generator: torch.Generator) -> Non
     got = hybrid.prefill(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
     allowed = borders(hybrid.experts, decoded(hybrid.experts), x, ids, weights)
     assert excess(got, wanted, allowed) < EXACT
+    named = ids[(ids >= 0) & (ids < SPEC.num_experts)]
+    assert hybrid.uses() == torch.bincount(named, minlength=SPEC.num_experts).tolist()
 
 
 def test_two_chunks_at_once(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +118,39 @@ def test_two_chunks_at_once(generator: torch.Generator, monkeypatch: pytest.Monk
     begun = [hybrid.prefill_submit(*(part.to(DEVICE) for part in one)) for one in given]
     for one, inputs in zip(begun, given, strict=True):
         assert relative(one.collect(), reference.forward(*inputs)) < 2e-2
+
+
+def test_more_rows_than_a_chunk_has(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of one expert, of which a batch holds a part."""
+    monkeypatch.setattr(hybrid_prefill, "ROWS", 18)
+    monkeypatch.setattr("hetero.ops.gpu.hybrid.ROWS", 18)
+    (hybrid,), (reference,) = layers(1, 3, generator)
+    x, ids, weights = chunk(generator, 40)
+    ids.fill_(-1)[:, 0] = 2
+    got = hybrid.prefill_submit(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)).collect()
+    assert relative(got, reference.forward(x, ids, weights)) < 2e-2
+
+
+def test_memory_of_the_host_is_kept_until_kernels_have_read_it() -> None:
+    prefiller = HybridShared(DEVICE).prefiller
+    done: list[bool] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.number = len(done)
+            done.append(False)
+
+        def query(self) -> bool:
+            return done[self.number]
+
+    prefiller._event = lambda timed=False: Event()  # type: ignore[method-assign]
+    some = [torch.zeros(1) for _ in range(3)]
+    prefiller._lend(some[0])
+    prefiller._lend(some[1])
+    assert [one for _, one in prefiller._lent] == some[:2]
+    done[0] = True
+    prefiller._lend(some[2])
+    assert [one for _, one in prefiller._lent] == some[1:]
 
 
 @pytest.mark.parametrize("slots", [0, 3])

@@ -96,11 +96,13 @@ class Fusing:
             chunk=options.chunk,
             pages=pages,
             numbers=decoder.moe_numbers,
-            closing=[one.arena.close for one in hybrid if one.arena is not None],
+            closing=[shared.prefiller.close, *(one.arena.close for one in hybrid if one.arena is not None)],
         )
         # At the end of the process at the latest the worker ends, and memory is unpinned while CUDA is there.
         weakref.finalize(runner, _end, handoff, [one.arena for one in hybrid])
         runner.capture()
+        for one in hybrid:
+            one.cache.unlearn()  # what the capture has read
         self._seed(hybrid, counts)
         if vram is not None:
             vram.hold()

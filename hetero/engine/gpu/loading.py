@@ -25,8 +25,8 @@ HANDOFFS = ("auto", "memop", "spin", "hostfunc")
 FUSED_DTYPE = "bfloat16"
 """Of dense layers in fused steps."""
 
-CHUNK = 4096
-"""Tokens of a prompt that are read at once where nobody says how many."""
+CHUNK, MOST_CHUNK = 4096, 8192
+"""Tokens of a prompt that are read at once where nobody says how many, and the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ def gpu_options(
     """As the command line has them. Raises InputError for a hand-off that does not exist."""
     if handoff not in HANDOFFS:
         raise InputError(f"--handoff {handoff}: must be one of {', '.join(HANDOFFS)}")
-    chunk = settings().prefill_chunk if "HETERO_PREFILL_CHUNK" in os.environ else CHUNK
+    given = "HETERO_PREFILL_CHUNK" in os.environ
+    chunk = min(settings().prefill_chunk, MOST_CHUNK) if given else CHUNK
     return GpuOptions(
         vram=vram, slots=slots, context=context, kv_tokens=kv_tokens, handoff=handoff, chunk=chunk
     )

@@ -40,7 +40,7 @@ class ExpertCache:
     device says so.
 
     Begins with the first experts. Nothing here waits for the device, and all state is on it, so that ``move``
-    can be captured in a graph; ``seed``, ``observe`` and ``counts`` are for outside.
+    can be captured in a graph; ``seed``, ``unlearn``, ``observe`` and ``counts`` are for outside.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class ExpertCache:
         # As if each class had been seen a little, and its frequency had told the chance.
         rates = 2.0 ** (torch.arange(cells) % cache_kernels.OFTEN.value - 8.0)
         self._seen = torch.full((cells,), _FIRST, device=device)
-        self._used = (rates * _FIRST).to(device)
+        self._usual = (rates * _FIRST).to(device)
+        self._used = self._usual.clone()
         self.totals = state(5, 0, torch.int64)
         self.chosen = state(experts, 0, torch.int64)  # how often each, for statistics
         self._decay, self._fade = 2.0 ** (-1.0 / HALF_LIFE), 2.0 ** (-1.0 / MEMORY)
@@ -133,6 +134,14 @@ class ExpertCache:
         kept = self._decay**recent
         steady = uses.to(torch.float32) / steps * ((1.0 - kept) / (1.0 - self._decay))
         self._often.mul_(kept).add_(steady)
+
+    def unlearn(self) -> None:
+        """Forget all uses so far, which were of no text; what is held stays. Between steps only."""
+        self._age.fill_(_OLD)
+        self._often.zero_()
+        self._seen.fill_(_FIRST)
+        self._used.copy_(self._usual)
+        self.chosen.zero_()
 
     def choose(self, ids: Tensor) -> None:
         """In a step that uses ``ids`` int64 [T, k], once it was looked up: learn from it, and choose the

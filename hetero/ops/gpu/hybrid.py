@@ -270,8 +270,10 @@ class HybridExperts:
         return done[0] if len(done) == 1 else torch.cat(done)
 
     def prefill_submit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Chunk | _Done:
-        """Begin ``prefill`` of up to ``hybrid_prefill.ROWS`` tokens; its ``collect()`` gives the sum. The CPU
-        works while the caller lets the GPU do other things. Several may be pending."""
+        """Begin ``prefill``; its ``collect()`` gives the sum. Of up to ``hybrid_prefill.ROWS`` tokens the CPU
+        works while the caller lets the GPU do other things; more are done at once. Several may be pending."""
+        if len(ids) > ROWS:
+            return _Done(self.prefill(x, ids, weights))
         self.shared.await_moves(self.layer)
         if self.launch is not None and len(ids) <= EXACT_ROWS:
             return _Done(self._prefill_few(x, ids, weights))
@@ -286,6 +288,9 @@ class HybridExperts:
         launch, cache = self.launch, self.cache
         assert launch is not None
         known = (ids >= 0) & (ids < cache.experts)
+        named = torch.where(known, ids, cache.experts).flatten()
+        uses = torch.zeros(cache.experts + 1, dtype=torch.int64, device=self.device)
+        cache.observe(uses.scatter_add_(0, named, torch.ones_like(named))[:-1], len(ids))
         slot = torch.where(known, cache.slot_of[ids.clamp(0, cache.experts - 1)].long(), -1)
         addresses = torch.where(slot >= 0, cache.cache_at + slot * cache.stride, 0)
         absent = torch.where(slot >= 0, -1, ids)

@@ -313,9 +313,7 @@ class Prefiller:
         )
         if self._cuda:
             # Its memory is given back once the kernel has read it.
-            self._lent.append((self._event(), result))
-            while self._lent and self._lent[0][0].query():
-                self._lent.popleft()
+            self._lend(result)
 
     # -- pieces
 
@@ -433,8 +431,14 @@ class Prefiller:
         host = host.pin_memory()
         out = torch.empty(host.shape, dtype=host.dtype, device=self.device)
         hybrid_kernels.pull[(-(-len(host) // _WIDTH),)](host, out, len(host), WIDTH=_WIDTH)
-        self._lent.append((self._event(), host))
+        self._lend(host)
         return out
+
+    def _lend(self, host: Tensor) -> None:
+        """Keep what kernels in the current stream read from here, and let go of what they have read."""
+        while self._lent and self._lent[0][0].query():
+            self._lent.popleft()
+        self._lent.append((self._event(), host))
 
 
 def _distinct(ids: Tensor, experts: int) -> int:
