@@ -35,7 +35,7 @@ VARIABLES: tuple[Variable, ...] = (
         "folder of what is made once",
     ),
     Variable("HETERO_TUNE", "auto", "where the choice of kernels by rows comes from"),
-    Variable("HETERO_PREFILL_CHUNK", "512, with fused layers 2048", "prompt tokens of one forward pass"),
+    Variable("HETERO_PREFILL_CHUNK", "512, with fused layers 4096", "prompt tokens of one forward pass"),
     Variable("HETERO_API_KEY", "none", "key that clients of the server must give"),
     Variable("HETERO_STATS", "on", "whether counts of the experts that are used are kept"),
     Variable("HETERO_DEBUG", "0", "show the traceback of an unexpected error"),

@@ -65,14 +65,15 @@ def load_synthetic(
     graphs = Graphs(model, placement, dtype, gpu)
     injected = inject.apply(model, placement)
     fill_experts(injected.sinks, progress, seed)
-    _fill_linears(model, seed)
 
     def device(tensor: str) -> str:
         return placement.device_of(tensor.rpartition(".")[0]) or "cpu"
 
     on_gpu = any(str(one.device).startswith("cuda") for one in placement.assignments)
-    notes = fill_dense(model, dtype=DTYPES[dtype], device=device, pin=on_gpu, seed=seed)
-    inject.finish(model)
+    with graphs.enough_memory():
+        _fill_linears(model, seed)
+        notes = fill_dense(model, dtype=DTYPES[dtype], device=device, pin=on_gpu, seed=seed)
+        inject.finish(model)
     connect(model, placement)
     watch_steps(model)
     text: Any = config.get_text_config(decoder=True)

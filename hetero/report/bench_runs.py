@@ -280,12 +280,13 @@ class FusedRun:
         kept = list(decoder.experts)
         decoder.experts[:] = [NoExperts(rows, spec.hidden, runner.device) for spec in self.specs]
         hook, decoder.routing = decoder.routing, None
-        slots = [runner.claim() for _ in range(rows)]
+        # Where there are more rows than sequences the others are idle, as in any step.
+        slots = [runner.claim() for _ in range(min(rows, runner.slots))]
         try:
             inputs = replace(decoder.inputs(rows), pages=runner.pages.table)
             for slot in slots:
                 runner.pages.grow(slot, position + 1)
-            inputs.slots.copy_(torch.tensor(slots))
+            inputs.slots[: len(slots)].copy_(torch.tensor(slots))
             inputs.positions.fill_(position)
             stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
             with torch.inference_mode(), torch.cuda.stream(stream):
