@@ -28,6 +28,15 @@ def excess(got: Tensor, wanted: Tensor, allowed: Tensor) -> float:
     return float(off.norm() / wanted.double().norm())
 
 
+def beyond(
+    experts: CpuExperts, weights: Weights, got: Tensor, wanted: Tensor, given: tuple[Tensor, Tensor, Tensor]
+) -> float:
+    """``excess`` of what ``borders`` allows for given (x, ids, w), which is looked at where there is need: it
+    takes longer than the step."""
+    off = excess(got, wanted, torch.zeros(()))
+    return off if off < EXACT else excess(got, wanted, borders(experts, weights, *given))
+
+
 def borders(experts: CpuExperts, weights: Weights, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
     """float64 [T, hidden]: what values on borders may add. ``weights``: of ``decoded``."""
     spec, rows = experts.spec, x.double()
@@ -50,4 +59,4 @@ def borders(experts: CpuExperts, weights: Weights, x: Tensor, ids: Tensor, w: Te
     return out
 
 
-__all__ = ["BORDER", "EXACT", "borders", "decoded", "excess"]
+__all__ = ["BORDER", "EXACT", "beyond", "borders", "decoded", "excess"]
