@@ -1,7 +1,7 @@
 """Compiles the kernels of a fused step for a GPU as far as Triton's own language goes, without a GPU.
 
 Run by test_compiles.py in a process of its own, since elsewhere kernels are interpreted. The calls are those
-of benchmarks/gpu_kernels.py, on tensors without memory.
+of benchmarks/gpu_kernels.py and of the decoders, on tensors without memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,24 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+from hetero.core import ExpertSpec
+from hetero.cpu import CpuExperts
+from hetero.decode.decoder import Decoder
+from hetero.decode.experts import Done
+from hetero.decode.matrix import decoded
+from hetero.formats import parse_format
+from hetero.model.build import find_moe
+from hetero.ops.gpu import hybrid_kernels, overlap
+from hetero.ops.gpu.ahead import fetch_ahead
+from hetero.ops.gpu.hybrid import DirectPayload, HybridExperts
+from hetero.ops.gpu.hybrid_shared import HybridShared
+from hetero.ops.gpu.launch import TILINGS, ExpertLaunch, Sorted
+from hetero.ops.gpu.matrix import PackedMatrix
+from hetero.ops.gpu.pinned import PinnedArena
+from hetero.ops.gpu.read import plain_read
+from tests.decode.tiny import tiny
 
+ROOT = Path(__file__).resolve().parents[2]
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64",
     torch.int32: "*i32", torch.int8: "*i8", torch.uint8: "*u8",
@@ -57,13 +72,100 @@ def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **
     source.make_ir(target, parsed, functions, modules, context)
 
 
+class Nobody:
+    """A port without anybody behind it."""
+
+    def __init__(self, rows: int, spec: ExpertSpec) -> None:
+        self._payload = DirectPayload(
+            torch.empty(rows, spec.hidden, dtype=torch.bfloat16, device="meta"),
+            torch.empty(rows, spec.top_k, dtype=torch.int64, device="meta"),
+            torch.empty(rows, spec.top_k, device="meta"),
+            torch.empty(rows, spec.hidden, device="meta"),
+        )
+
+    def payload(self, layer: int) -> DirectPayload:
+        return self._payload
+
+    def record_submit(self, layer: int) -> None:
+        pass
+
+    def record_collect(self, layer: int) -> None:
+        pass
+
+
+class Nothing:
+    """Experts that are not there."""
+
+    def __init__(self, hidden: int) -> None:
+        self._hidden, self._rows = hidden, 0
+
+    def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        self._rows = len(x)
+
+    def collect(self) -> torch.Tensor:
+        return torch.empty(self._rows, self._hidden, device="meta")
+
+    def prefill(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return torch.empty(x.shape, device="meta")
+
+    def prefill_submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Done:
+        return Done(self.prefill(x, ids, weights))
+
+    def takes_turns(self, rows: int) -> bool:
+        return False
+
+
+def all_tiers() -> None:
+    """A step's experts in GPU memory and in host memory, and what keeps them there."""
+    spec = ExpertSpec(32, 2560, 640, 10)
+    for fmt in ("int4", "bf16"):
+        experts = CpuExperts(spec, parse_format(fmt))
+        shared = HybridShared("meta", defer=2)
+        arena = PinnedArena(experts, "meta")
+        for slots in (16, 32):
+            hybrid = HybridExperts(experts, 0, Nobody(16, spec), shared, slots=slots, arena=arena)
+            for rows in (1, 16):
+                x, ids, weights, _ = (part[:rows] for part in hybrid.port.payload(0))
+                hybrid.submit(x, ids, weights)
+                hybrid.collect(x)
+        assert hybrid.launch is not None
+        x, _, weights, out = hybrid.port.payload(0)
+        numbers = torch.empty(160, dtype=torch.int32, device="meta")
+        pairs = Sorted(numbers, numbers, numbers.view(-1, 2), numbers.long())
+        for shape in TILINGS:
+            hybrid.launch.many(
+                hybrid.cache.memory, x, weights, pairs, rows=(0, 160), tiles=(0, 80), out=out,
+                room=hybrid.launch.rooms(160), shape=shape, first=True,
+            )  # fmt: skip
+        fetch_ahead([hybrid.cache.memory])
+        hybrid_kernels.pull[(1,)](pairs.addresses, pairs.addresses, 160, WIDTH=1024)
+        plain_read(arena.view, torch.device("meta"))
+    packed = torch.empty(0, dtype=torch.uint8, device="meta")
+    decoded(PackedMatrix(packed, parse_format("int8"), 64, 64), 0, 64)
+
+
+def families() -> None:
+    """Whole steps, and prompts where nothing of them is read by the host."""
+    without_ngrams = {"ple_layer_ids": []}
+    for family, changes in (("qwen4_exp_text", {}), ("qwen4_exp_text", without_ngrams), ("qwen3_next", {})):
+        model = tiny(family, torch.Generator(), **changes).bfloat16()
+        known = dict(model.named_buffers())
+        model.to("meta")
+        for name, buffer in known.items():  # tables of n-grams are for the host
+            if not buffer.is_floating_point():
+                path, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(path), leaf, buffer)
+        experts = [Nothing(model.config.hidden_size) for _ in find_moe(model)]
+        decoder = Decoder(model, experts, slots=16, context=64, device="meta")
+        for rows in (1, 16):
+            decoder.step(decoder.inputs(rows))
+        if family == "qwen3_next" or changes:
+            tokens = torch.empty(20, dtype=torch.int64, device="meta")
+            decoder.prefill(tokens, 0, 16, decoder.inputs(1).pages)
+
+
 def main() -> None:
     import gpu_kernels
-
-    from hetero.core import ExpertSpec
-    from hetero.formats import parse_format
-    from hetero.ops.gpu import overlap
-    from hetero.ops.gpu.launch import ExpertLaunch
 
     JITFunction.run = compile_only  # type: ignore[method-assign]
     torch.Tensor.is_cuda = True  # type: ignore[assignment,misc]
@@ -81,6 +183,8 @@ def main() -> None:
     rows = made.rows(torch.empty(1, 2560, dtype=torch.bfloat16, device="meta"))
     at, weights = (torch.empty(1, 10, dtype=d, device="meta") for d in (torch.int64, torch.float32))
     made.few(torch.empty(1, dtype=torch.uint8, device="meta"), rows, at, weights, at)
+    all_tiers()
+    families()
     names = sorted({name.split()[0] for name in done})
     sys.stdout.write(f"{triton.__version__} {len(done)} {' '.join(names)}\n")
 
