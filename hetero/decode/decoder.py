@@ -30,8 +30,8 @@ class Decoder:
     ``context``: tokens of one, at most; ``pages``: of PAGE tokens each, for all of them together (None: as
     many as they may ever need).
 
-    ``moe_numbers``: which of the layers the MoE layers are. ``turns``: whether two halves of a chunk of a
-    prompt take turns (``turns``); None: where the experts say so.
+    Attributes: ``moe_numbers``: which of the layers the MoE layers are; ``turns``: whether two halves of a
+    chunk of a prompt take turns (``turns``); None: where the experts say so.
 
     Raises InputError for a model without fused steps.
     """

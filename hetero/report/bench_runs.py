@@ -178,9 +178,6 @@ class NoExperts:
     def collect(self, extra: torch.Tensor | None = None) -> torch.Tensor:
         return self._sum if extra is None else extra.float()
 
-    def prefill(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return x.float()
-
 
 class FusedRun:
     """Steps of a runner, each one captured graph on a GPU."""
