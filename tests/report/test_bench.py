@@ -78,6 +78,7 @@ def test_a_shape_is_measured(shape: Path, tmp_path: Path) -> None:
     assert (found["kind"], found["version"], found["synthetic"]) == ("hetero-bench", 1, True)
     assert found["hardware"]["date"]
     assert found["cpu"]["threads"] == 1
+    assert {"wait", "chunk", "rules", "isa", "threads", "handoff"} <= set(found["options"])
     assert [(one["routing"], one["rows"]) for one in found["decode"]] == [
         ("local", 1), ("local", 2), ("router", 1), ("router", 2),
     ]  # fmt: skip
