@@ -128,9 +128,6 @@ class HyperLayer:
         x, inject = self.around_block.step(self.block.format, mixed)
         return HyperStream(streams, self.block.step(x, inputs), inject)
 
-    def prefill(self, stream: HyperStream, chunk: Chunk) -> HyperStream:
-        return self.begin_prefill(stream, chunk)()
-
     def begin_prefill(self, stream: HyperStream, chunk: Chunk) -> Callable[[], HyperStream]:
         streams = stream.streams
         if self.ngrams is not None:

@@ -29,4 +29,3 @@ class Chunk:
     slot: int
     start: int  # position of the first
     pages: Tensor  # as in StepInputs
-    ple: Tensor | None = None  # [T, ple_embed_dim]

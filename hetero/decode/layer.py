@@ -53,11 +53,9 @@ class Layer(Protocol):
 
     def step(self, stream: Any, inputs: StepInputs) -> Any: ...
 
-    def prefill(self, stream: Any, chunk: Chunk) -> Any: ...
-
     def begin_prefill(self, stream: Any, chunk: Chunk) -> Callable[[], Any]:
-        """``prefill`` up to where experts on the CPU know what to do; the call does the rest. In between
-        another chunk may begin, which follows this one."""
+        """Many tokens of one sequence, up to where experts on the CPU know what to do; the call does the
+        rest. In between another chunk may begin, which follows this one."""
         ...
 
     def clear(self, slot: int) -> None: ...
@@ -93,9 +91,6 @@ class PlainLayer:
         lap(MIXER)
         x = self.block_norm.step(self.block.format, x.residual, Sum(mixed))
         return PlainStream(x.residual, self.block.step(x, inputs))
-
-    def prefill(self, stream: PlainStream, chunk: Chunk) -> PlainStream:
-        return self.begin_prefill(stream, chunk)()
 
     def begin_prefill(self, stream: PlainStream, chunk: Chunk) -> Callable[[], PlainStream]:
         x = self.mixer_norm.step(VALUES, stream.residual, stream.added)

@@ -25,10 +25,9 @@ def parted(chunk: Chunk) -> list[Chunk]:
     half = -(-len(chunk.tokens) // (2 * ALIGNED)) * ALIGNED
     if half >= len(chunk.tokens):
         return [chunk]
-    ple = (None, None) if chunk.ple is None else (chunk.ple[:half], chunk.ple[half:])
     return [
-        Chunk(chunk.tokens[:half], chunk.slot, chunk.start, chunk.pages, ple[0]),
-        Chunk(chunk.tokens[half:], chunk.slot, chunk.start + half, chunk.pages, ple[1]),
+        Chunk(chunk.tokens[:half], chunk.slot, chunk.start, chunk.pages),
+        Chunk(chunk.tokens[half:], chunk.slot, chunk.start + half, chunk.pages),
     ]
 
 

@@ -16,7 +16,6 @@ import torch
 
 from hetero import cpu
 from hetero.core import InputError
-from hetero.formats import Format, expert_bytes
 from hetero.plan.roofline import Decode, Term
 from hetero.report.bench_runs import Counts, Run
 from hetero.report.bound import Bound
@@ -277,12 +276,6 @@ def _as_dict(best: Decode, reached: float) -> dict[str, Any]:
 
 def _term(term: Term) -> dict[str, Any]:
     return {"name": term.name, "ms": term.ms, "bytes": term.bytes, "gb_s": term.gb_s, "beside": term.beside}
-
-
-def one_expert(fmt: Format, run: Run) -> int:
-    """Bytes of an expert of the first layer."""
-    spec = run.specs[0]
-    return expert_bytes(fmt, spec.hidden, spec.intermediate, has_gate=spec.has_gate, has_bias=spec.has_bias)
 
 
 def cpu_facts() -> dict[str, Any]:

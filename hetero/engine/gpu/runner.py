@@ -271,11 +271,6 @@ class GpuRunner:
         """How often each expert was chosen so far, by the index of the model's layer. As ``reads``."""
         return {number: one.uses() for number, one in zip(self._numbers, self.experts, strict=False)}
 
-    @property
-    def vram_bytes(self) -> int:
-        """GPU memory that torch has taken for this process; 0 on the CPU."""
-        return torch.cuda.memory_reserved(self.device) if self._stream is not None else 0
-
     def close(self) -> None:
         """End the hand-off; the graphs go."""
         if self._closed:
