@@ -14,7 +14,7 @@ import typer
 from hetero import terminal
 from hetero.config import MAX_THREADS, wait_passively
 from hetero.core import InputError
-from hetero.formats import parse_target
+from hetero.formats import Format, parse_target
 from hetero.hw import memory
 from hetero.plan.sizes import parse_size
 from hetero.wholefile import write_whole
@@ -170,8 +170,8 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     if json_to not in (None, "-"):
         from hetero.trace_file import check_writable
 
-        check_writable(Path(str(json_to)))
-    others = [load_hardware(name) for name in predict or []]
+        check_writable(Path(str(json_to)), "--json")
+    others = [load_hardware(name, "--predict") for name in predict or []]
     found = resolve_model(
         model, revision=revision, weights=True, say=terminal.note, bar=terminal.progress_bar
     )
@@ -208,7 +208,7 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     options = Options(
         model=found,
         config=config,
-        fmt=parse_target(format_),
+        fmt=_format(format_),
         dense=dense,
         gpu=gpu,
         vram=None if vram is None else parse_size(vram, "--vram"),
@@ -231,6 +231,9 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     )
     check_options(options)
     inventory = take_inventory(dict(config))
+    for option, length in (("--context", context), *(("--prefill", one) for one in series.prefills)):
+        if inventory.context is not None and length > inventory.context:
+            raise InputError(f"{option} {length}: the model attends to at most {inventory.context} tokens")
     if save_routing is not None:
         _save_table(save_routing, series, inventory)
         return
@@ -254,9 +257,11 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
 
 
 def _save_table(path: Path, series: Any, inventory: Any) -> None:
-    from hetero.report.routing import make_table, save_table
+    from hetero.report.routing import DRAWN, make_table, save_table
 
     kind = series.routings[0]
+    if kind not in DRAWN:
+        raise InputError(f"--save-routing: of --routing {' or '.join(DRAWN)}, not {kind}")
     specs = {(site.spec.num_experts, site.spec.top_k) for site in inventory.sites}
     if len(specs) != 1:
         raise InputError("--save-routing: the model has no experts, or layers of different numbers of them")
@@ -277,6 +282,13 @@ def _save_table(path: Path, series: Any, inventory: Any) -> None:
     except OSError as error:
         raise InputError(f"--save-routing {path}: cannot be written: {error.strerror}") from None
     terminal.note(f"wrote {path}: {len(inventory.sites)} layers, {steps} steps, {rows} rows, {top_k} experts")
+
+
+def _format(text: str) -> Format:
+    try:
+        return parse_target(text)
+    except InputError as error:
+        raise InputError(f"--format {text}: {error}") from None
 
 
 def _words(text: str, option: str) -> list[str]:

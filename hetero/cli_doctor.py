@@ -48,7 +48,7 @@ def doctor(
         profile = make_profile(findings).model_dump_json(indent=2, exclude_none=True) + "\n"
         if write_profile is not None:
             write_whole(write_profile, profile, "--write-profile")
-        terminal.note(f"wrote {write_profile}")
+            terminal.note(f"wrote {write_profile}")
         if not quick:
             _keep(profile)
     problems = [f for f in findings if f.status == "problem"]

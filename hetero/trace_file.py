@@ -145,13 +145,14 @@ def summary_lines(steps: Sequence[Step]) -> list[str]:
     return lines + choice_lines(choices(steps))
 
 
-def check_writable(path: Path) -> None:
-    """Raises InputError or MachineError where a trace cannot be written, before the work that it is of."""
+def check_writable(path: Path, option: str = "--trace") -> None:
+    """Raises InputError or MachineError where a file cannot be written, before the work that it is of.
+    ``option`` asked for it."""
     try:
         with path.open("ab"):
             pass
     except OSError as error:
-        raise unwritable(error, f"--trace {path}") from None
+        raise unwritable(error, f"{option} {path}") from None
 
 
 def write(path: Path, spans: Sequence[Span], since: int = 0) -> None:

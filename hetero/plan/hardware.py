@@ -149,8 +149,9 @@ def hardware_names() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
-def load_hardware(text: str) -> Hardware:
-    """A shipped profile by name, or a file. Raises InputError naming the field that is wrong."""
+def load_hardware(text: str, option: str = "--hardware") -> Hardware:
+    """A shipped profile by name, or a file, that ``option`` names. Raises InputError naming the field that
+    is wrong."""
     names = hardware_names()
     path = Path(text)
     if text in names or text.removesuffix(".json") in names:
@@ -159,7 +160,7 @@ def load_hardware(text: str) -> Hardware:
         close = difflib.get_close_matches(text.lower(), names, n=2, cutoff=0.4)
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise InputError(
-            f"--hardware {text}: neither a file nor a shipped profile{hint}; shipped: {', '.join(names)}"
+            f"{option} {text}: neither a file nor a shipped profile{hint}; shipped: {', '.join(names)}"
         )
     try:
         data = jsonfile.parse(path.read_bytes())

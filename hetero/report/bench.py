@@ -62,8 +62,10 @@ def check_series(series: Series) -> None:
         if tokens < 1:
             raise InputError(f"--prefill {tokens}: must be at least 1")
     for kind in series.routings:
-        if kind not in KINDS and not kind.startswith(TRACE):
+        if kind not in KINDS and not (kind.startswith(TRACE) and kind != TRACE):
             raise InputError(f"--routing {kind}: must be one of {', '.join(KINDS)} or {TRACE}FILE")
+    if series.prompt is not None and series.prompt < 1:
+        raise InputError(f"--prompt {series.prompt}: must be at least 1")
     prompt = series.prompt_tokens
     if prompt < 1 or prompt + series.tokens > series.context:
         raise InputError(

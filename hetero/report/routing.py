@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from hetero.core import InputError
 from hetero.plan.routing import LAST, RECENT, WINDOW
 
-KINDS = ("router", "uniform", "local")
+DRAWN = ("uniform", "local")
+KINDS = ("router", *DRAWN)
 TRACE = "trace:"
 
 Table = NDArray[np.int32]
@@ -36,7 +37,7 @@ def make_table(
 ) -> Table:
     """A table of ``uniform`` or ``local`` choices. Raises InputError for another kind, or more experts a
     token than there are."""
-    if kind not in ("uniform", "local"):
+    if kind not in DRAWN:
         raise InputError(f"--routing {kind}: must be one of {', '.join(KINDS)} or {TRACE}FILE")
     if not 1 <= top_k <= experts:
         raise InputError(f"{top_k} experts a token of {experts}")
@@ -140,8 +141,8 @@ def load_table(path: Path, *, layers: int, experts: int, top_k: int, rows: int) 
         found = np.load(path, allow_pickle=False)
     except OSError as error:
         raise InputError(f"{what}: cannot be read: {error.strerror or 'no .npy file'}") from None
-    except (ValueError, EOFError) as error:
-        raise InputError(f"{what}: no .npy file of numbers: {error}") from None
+    except (ValueError, EOFError):  # numpy's own words advise to unpickle
+        raise InputError(f"{what}: no .npy file of numbers") from None
     if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
         raise InputError(f"{what}: must be one .npy array of integers")
     if found.ndim == 3:

@@ -265,6 +265,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_cache:
     assert told.exit_code == 3
     assert "-> an advice" in told.output
     assert (own_cache / "hardware.json").is_file()
+    assert "wrote" not in told.output
     monkeypatch.setattr(examining, "doctor", findings("warning"))
     file = tmp_path / "profile.json"
     told = CliRunner().invoke(cli.app, ["doctor", "--json", "--write-profile", str(file)])

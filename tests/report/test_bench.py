@@ -154,8 +154,8 @@ def test_a_table_can_be_kept_and_replayed(shape: Path, tmp_path: Path) -> None:
         (("--cache", "much"), "--cache: 'much' must be auto, 0, a size like 12GiB or a part like 30%"),
         (("--vram", "24"), "--vram 24: is no size; a unit is missing"),
         (("--dense", "int8"), "--dense int8: must be one of float32, bfloat16, float16 without a GPU"),
-        (("--format", "q4_k"), "weights cannot be turned into 'q4_k'"),
-        (("--format", "int3"), "unknown weight format 'int3'"),
+        (("--format", "q4_k"), "--format q4_k: weights cannot be turned into 'q4_k'"),
+        (("--format", "int3"), "--format int3: unknown weight format 'int3'"),
         (("--serial", "--share", "0"), "--share, --serial: of a GPU, and there is none"),
         (("--vram", "24GiB"), "--vram: of a GPU, and there is none"),
         (("--defer", "-1"), "--defer -1: must be 0 or more"),
@@ -164,12 +164,17 @@ def test_a_table_can_be_kept_and_replayed(shape: Path, tmp_path: Path) -> None:
         (("--rules", "none.yaml"), "none.yaml"),
         (("--set", "experts=int8", "--set", "dense=int8"), "dense"),
         (("--isa", "mmx"), "--isa mmx: must be one of"),
-        (("--predict", "cray1"), "cray1"),
-        (("--json", "/none/out.json"), "/none"),
+        (("--predict", "cray1"), "--predict cray1: neither a file nor a shipped profile"),
+        (("--json", "/none/out.json"), "--json /none/out.json: cannot be written"),
+        (("--prompt", "0"), "--prompt 0: must be at least 1"),
+        (("--context", "9999999"), "--context 9999999: the model attends to at most"),
+        (("--prefill", "9999999"), "--prefill 9999999: the model attends to at most"),
+        (("--routing", "trace:"), "--routing trace:: must be one of"),
+        (("--save-routing", "t.npy"), "--save-routing: of --routing uniform or local, not router"),
     ],
 )
 def test_bad_options_are_told(shape: Path, options: tuple[str, ...], said: str) -> None:
-    done = call(f"synthetic:{shape}", "--no-gpu", *options)
+    done = call(f"synthetic:{shape}", "--no-gpu", *SHORT, *options)
     assert done.exit_code == 2, done.output
     assert said in done.stderr
     assert "Traceback" not in done.output
