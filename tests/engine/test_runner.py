@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from hetero.core import HeteroError, InputError
+from hetero.decode.inputs import PAGE
 from hetero.engine.answer import Runnable
 from hetero.engine.generate import Engine
-from hetero.engine.gpu.pages import PAGE, Pages
+from hetero.engine.gpu.pages import Pages
 from hetero.engine.gpu.runner import GpuRunner
 from hetero.engine.handoff import HandoffError
 from hetero.engine.request import Request, Result

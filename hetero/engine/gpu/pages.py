@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from hetero.core import HeteroError
-
-PAGE = 16
-"""Tokens of a page."""
+from hetero.decode.inputs import PAGE
 
 
 class Pages:

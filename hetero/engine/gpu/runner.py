@@ -18,8 +18,9 @@ from torch import Tensor
 
 from hetero.config import settings
 from hetero.core import HeteroError, MachineError
+from hetero.decode.inputs import PAGE
 from hetero.engine.gpu.graphs import CaptureError, StepGraph, Waiter
-from hetero.engine.gpu.pages import PAGE, Pages
+from hetero.engine.gpu.pages import Pages
 from hetero.engine.gpu.parts import Decoder, Experts, Shared
 from hetero.engine.gpu.staging import Results, Staging
 from hetero.engine.gpu.traced import CHUNK, Tracing, stamped
