@@ -227,12 +227,11 @@ class _Benching:
         options, series = self.options, self.series
         if not options.gpu:
             return None
-        longest = max([series.context, *(tokens + 1 for tokens in series.prefills)])
         sizes = {next(n for n in ROWS if n >= batch) for batch in series.batches}
         return GpuOptions(
             vram=options.vram,
             slots=max(series.batches),
-            context=-(-longest // 16) * 16,
+            context=max(series.context, *series.prefills, 2 * _FORCED if options.defer else 0),
             handoff=options.handoff,
             rows=tuple(sorted(sizes)),
             wait=options.wait,
