@@ -221,7 +221,7 @@ def show(made: Plan) -> None:
     say()
     console.print(_alternatives_table(made))
     if made.waits:
-        say("\nthe bound needs what is not built yet:")
+        say("\nthe bound needs what a run with today's rules lacks:")
         for wait in made.waits:
             say(f"  - {wait}")
     if made.today.why_not is not None:

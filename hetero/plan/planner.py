@@ -1,4 +1,4 @@
-"""A plan: what lies where, how long a step takes, what else is possible, what is not built yet."""
+"""A plan: what lies where, how long a step takes, what else is possible, what a run lacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hetero.plan.tiers import (
     lay_out,
 )
 from hetero.plan.today import Today, plan_today
-from hetero.rules.defaults import default_rules_for
+from hetero.rules.defaults import default_rules_for, fused_rules_for
 from hetero.rules.load import load_rules
 from hetero.rules.options import expected_format
 
@@ -60,7 +60,7 @@ class Plan:
     prefill: tuple[Prefill, ...]  # the bound of a short prompt and of the one asked for, fastest way each
     ways: tuple[Prefill, ...]  # all ways of the prompt asked for
     alternatives: tuple[Alternative, ...]
-    waits: tuple[str, ...]  # what the bound needs that is not built yet
+    waits: tuple[str, ...]  # what the bound needs that a run with today's rules lacks
     warnings: tuple[str, ...]
 
     @property
@@ -207,7 +207,11 @@ def _waits(
             )
         if both_rates(hardware)[1]:
             yield "the PCIe share of the experts: the CPU computes all of them"
-        yield "fused operators in one CUDA graph: transformers' modules run one by one"
+        why = "transformers' modules run one by one"
+        if fused_rules_for(inventory.model_type) is not None:
+            table = " and the n-gram table" if layout.table else ""
+            why += f"; fused layers need all experts{table} in main memory, dense in bfloat16 or int8"
+        yield f"fused operators in one CUDA graph: {why}"
         yield "the hand-off inside the graph: activations are copied, and waited for, in every layer"
         if layout.dense == "int8":
             yield "dense layers in 8 bits: the rules keep bfloat16"

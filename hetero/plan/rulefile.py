@@ -26,7 +26,7 @@ def rule_file(plan: Plan) -> str:
             f"Dense layers: run with --dtype {plan.dtype}. Decode, at most: "
             + ("" if plan.today.fused else f"{plan.today.decode.tok_s:.1f} tokens/s with these rules, ")
             + " and ".join(f"{d.tok_s:.0f} ({d.routing} routing)" for d in plan.decode)
-            + (" once the rest is built:" if plan.waits else " as the bound.")
+            + (" as the bound, which needs:" if plan.waits else " as the bound.")
         ),
         *(line for wait in plan.waits for line in _comment(f"- {wait}", indent="  ")),
         f"description: {json.dumps(f'{place}; written by hetero plan.', ensure_ascii=False)}",
