@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero.core import HeteroError, InputError
+from hetero.core import HeteroError, InputError, MachineError
 from hetero.hw.cuda_driver import driver
 
 WAITS = ("block", "spin", "nap")
@@ -29,7 +29,7 @@ class StepGraph:
     """What ``record`` does in the current stream, as one graph. ``out``: what it returned, which every replay
     fills anew. ``nodes``: how many of each kind it has.
 
-    Raises CaptureError, after which the stream is as before.
+    Raises CaptureError, after which the stream is as before, and MachineError where memory is lacking.
     """
 
     def __init__(self, record: Callable[[], Tensor], stream: Any, pool: Any) -> None:
@@ -44,6 +44,8 @@ class StepGraph:
                     cause = error
                     raise
         except RuntimeError as error:
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise MachineError(f"a graph of a step takes more GPU memory than there is: {cause}") from None
             raise CaptureError(_told(cause or error)) from cause
         self.nodes = driver().graph_nodes(self._graph.raw_cuda_graph())
         self._graph.instantiate()
