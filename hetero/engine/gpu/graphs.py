@@ -45,7 +45,7 @@ class StepGraph:
                     raise
         except RuntimeError as error:
             if isinstance(cause, torch.OutOfMemoryError):
-                raise MachineError(f"a graph of a step takes more GPU memory than there is: {cause}") from None
+                raise MachineError(f"a graph of a step needs more GPU memory than is left: {cause}") from None
             raise CaptureError(_told(cause or error)) from cause
         self.nodes = driver().graph_nodes(self._graph.raw_cuda_graph())
         self._graph.instantiate()
