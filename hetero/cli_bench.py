@@ -146,7 +146,7 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
         seed=seed,
     )
     check_series(series)
-    memory.state(None if ram is None else memory.parse_bytes(ram))
+    memory.state(None if ram is None else parse_size(ram, "--ram"))
     if threads is not None and not 1 <= threads <= MAX_THREADS:
         raise InputError(f"--threads {threads}: must be from 1 to {MAX_THREADS}")
     if cpu_gbps_cap is not None and not 0 < cpu_gbps_cap < 1e6:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetero.core import MachineError
+from hetero.core import InputError, MachineError
 from hetero.hw import memory
 from hetero.model.build import float32_names, target_dtype
 
@@ -24,14 +24,31 @@ SPARSE_BYTES = 4 * 2**30
 _TILED = 2**20  # values in main memory above which random numbers repeat
 _PATTERN = 1_048_573  # a prime: rows begin at other places of it
 _STD = 0.02
+_LINEAR = "linear_attention"
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # the name came with Python 3.13
 
 
 def cut_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """A configuration with at most ``layers`` layers: lists with one entry a layer are cut, layer numbers
-    beyond them dropped."""
+    """A configuration with its first ``layers`` layers: lists with one entry a layer are cut, layer numbers
+    beyond them dropped. Raises InputError where there are fewer, or none of those attends to the past by
+    keys, without which caches do not tell how long a sequence is."""
+    text = next((one for one in (config, *config.values()) if isinstance(one, Mapping) and _layers(one)), {})
+    count, kinds = _layers(text), text.get("layer_types")
+    if count and layers > count:
+        raise InputError(f"--layers {layers}: the model has {count}")
+    first = int(text.get("full_attention_interval") or 0)
+    if isinstance(kinds, list):
+        first = next((at for at, kind in enumerate(kinds, 1) if "attention" in kind and kind != _LINEAR), 0)
+    if layers < first:
+        raise InputError(f"--layers {layers}: must be at least {first}, the first layer with attention")
     whole = _cut(config, layers)
     return {key: _cut(value, layers) if isinstance(value, dict) else value for key, value in whole.items()}
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    """Of text; towers of other media have no vocabulary."""
+    count = config.get("num_hidden_layers")
+    return count if isinstance(count, int) and "vocab_size" in config else 0
 
 
 def _cut(config: Mapping[str, Any], layers: int) -> dict[str, Any]:

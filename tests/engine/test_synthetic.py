@@ -120,11 +120,17 @@ def test_large_tensors_in_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_are_cut() -> None:
     data = json.loads(tiny_config("qwen4_exp").to_json_string(use_diff=False))
     whole = data["text_config"]["num_hidden_layers"]
+    data["text_config"]["layer_types"].reverse()  # attention first
     cut = synthetic.cut_layers(data, whole - 1)["text_config"]
     assert cut["num_hidden_layers"] == len(cut["layer_types"]) == whole - 1
-    assert synthetic.cut_layers(data, whole + 5) == data
-    model: Any = load_synthetic(small("qwen3_next"), layers=2, threads=1).runnable.model
-    assert len(model.model.layers) == 2
+    assert synthetic.cut_layers(data, whole) == data
+    with pytest.raises(InputError, match=f"--layers {whole + 5}: the model has {whole}"):
+        synthetic.cut_layers(data, whole + 5)
+    for name in ("qwen3.8-flash-next-125b", "qwen3-next-80b-a3b"):
+        with pytest.raises(InputError, match="--layers 3: must be at least 4, the first"):
+            synthetic.cut_layers(resolve_model(f"synthetic:{name}").config, 3)
+    model: Any = load_synthetic(small("qwen3_moe"), layers=1, threads=1).runnable.model
+    assert len(model.model.layers) == 1
     with pytest.raises(InputError, match="--layers 0: must be at least 1"):
         load_synthetic(small("qwen3_moe"), layers=0)
 

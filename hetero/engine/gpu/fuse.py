@@ -260,6 +260,10 @@ def find_sites(model: Any, placement: Placement) -> list[Site]:
         if not isinstance(module.backend, CpuExperts):
             owner.rule.where.fail("fused layers need all experts in main memory, by backend 'native'")
         experts = owner.options["experts"]
+        if experts["defer"] >= module.spec.top_k:
+            owner.rule.where.fail(
+                f"experts: defer {experts['defer']}: must be below the {module.spec.top_k} experts of a token"
+            )
         said = experts["cache"], experts["share"], experts["defer"]
         sites.append(Site(module.backend, module.layer, owner.rule.label, *said))
     if not sites:
