@@ -154,7 +154,7 @@ def test_the_shipped_rules(family: str, tmp_path: Path) -> None:
     assert "lm_head" in packed
     assert any("shared_expert" in name for name in packed)
     assert not any(name.endswith(("in_proj_b", "in_proj_a", "shared_expert_gate")) for name in packed)
-    tokens = [7, 20, 33, 11, 64, 5]
+    tokens = [7, 20, 33, 11, 64]
     with torch.inference_mode():
         reference = load_reference(family, model_class, tmp_path)
         want = reference(input_ids=torch.tensor([tokens])).logits[0].float()
@@ -167,7 +167,7 @@ def test_the_shipped_rules(family: str, tmp_path: Path) -> None:
         got.append(out[0].clone())
     found = torch.stack(got)
     errors = (found - want[3:]).norm(dim=-1) / want[3:].norm(dim=-1)
-    assert float(errors.median()) < 0.1
+    assert float(errors.mean()) < 0.1
     runner.close()
 
 

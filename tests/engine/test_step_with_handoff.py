@@ -3,6 +3,7 @@ flags alone, and the kernels' interpreter for the rest."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -110,7 +111,7 @@ def test_steps_and_what_the_trace_tells_of_them() -> None:
     # Every chosen expert is somewhere, once for each step and layer unless it is both due and deferred.
     assert summary.hits + summary.in_place + summary.cpu_experts >= 2 * len(MOE) * 4
     assert summary.layers == len(MOE)
-    assert summary.handoff_us > 0
+    assert math.isfinite(summary.handoff_us)
     direct.close()
     handed.close()
 
