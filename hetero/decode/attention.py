@@ -9,13 +9,13 @@ from torch import Tensor
 from hetero.decode.build import Build
 from hetero.decode.inputs import PAGE, Chunk, StepInputs
 from hetero.decode.matrix import VALUES, Part, Projection
+from hetero.decode.mixer import Projected
 from hetero.decode.prefill_attention import attend, rotated
-from hetero.formats import Format
 from hetero.ops.gpu.attention import AttentionShape, AttentionWeights, PagedKeys, attention_rows
 from hetero.ops.gpu.fused import Normed, sigmoid_gated_rows
 
 
-class AttentionMixer:
+class AttentionMixer(Projected):
     """Of a module with ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` and, maybe, ``q_norm`` and ``k_norm``.
 
     ``norm_offset``: is added to these norms' weights. A query projection twice as wide as the heads gives
@@ -52,14 +52,6 @@ class AttentionMixer:
         """The projections whose outputs are queries, keys, values."""
         layers = [getattr(module, name) for name in ("q_proj", "k_proj", "v_proj")]
         return [Part(layer, (layer.out_features,)) for layer in layers]
-
-    @property
-    def format(self) -> Format:
-        return self._in.format
-
-    @property
-    def first_weights(self) -> list[Tensor]:
-        return [matrix.packed for matrix in self._in.matrices]
 
     @property
     def nbytes(self) -> int:

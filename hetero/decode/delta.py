@@ -11,8 +11,8 @@ from hetero.core import InputError
 from hetero.decode.build import Build
 from hetero.decode.inputs import Chunk, StepInputs
 from hetero.decode.matrix import VALUES, Part, Projection
+from hetero.decode.mixer import Projected
 from hetero.decode.prefill_delta import convolved, delta_rule
-from hetero.formats import Format
 from hetero.ops.gpu.delta import DeltaShape, DeltaState, DeltaWeights, delta_core
 from hetero.ops.gpu.fused import Normed, gated_norm_rows
 
@@ -21,7 +21,7 @@ from hetero.ops.gpu.fused import Normed, gated_norm_rows
 _SEGMENT = 2048
 
 
-class DeltaMixer:
+class DeltaMixer(Projected):
     """Of a module with ``in_proj_qkv``, ``_z``, ``_b``, ``_a``, or with ``in_proj_qkvz`` and ``_ba``, whose
     rows are by key heads; ``conv1d``, ``A_log``, ``dt_bias``, ``norm`` and ``out_proj``.
 
@@ -49,14 +49,6 @@ class DeltaMixer:
         self._in = Projection(*_inputs(module, self.shape))
         self._out = Projection(Part(module.out_proj, (module.out_proj.out_features,)))
         self.state = DeltaState(self.shape, build.slots, build.device)
-
-    @property
-    def format(self) -> Format:
-        return self._in.format
-
-    @property
-    def first_weights(self) -> list[Tensor]:
-        return [matrix.packed for matrix in self._in.matrices]
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hetero.decode.inputs import Chunk, StepInputs
+from hetero.decode.matrix import Projection
 from hetero.formats import Format
 from hetero.ops.gpu.fused import Normed
 
@@ -41,3 +42,17 @@ class Mixer(Protocol):
     def clear(self, slot: int) -> None:
         """Begin a new sequence in a slot."""
         ...
+
+
+class Projected:
+    """What mixers have in common that begin with one projection, ``_in``, of their input."""
+
+    _in: Projection
+
+    @property
+    def format(self) -> Format:
+        return self._in.format
+
+    @property
+    def first_weights(self) -> list[Tensor]:
+        return [matrix.packed for matrix in self._in.matrices]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from ctypes import c_uint32, c_uint64
 from typing import Any, Protocol
@@ -135,7 +136,7 @@ class _Mapped:
         }
 
 
-class _GpuBackend:
+class _GpuBackend(ABC):
     """What the three have in common: memory, copies by one kernel, the current stream of a device."""
 
     name = ""
@@ -194,11 +195,11 @@ class _GpuBackend:
     def receive(self, out: Tensor, address: int) -> None:
         self._launch_send([(out.data_ptr(), self._on_device(address), out.nbytes)], 0)
 
-    def submit(self, flag: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def submit(self, flag: int) -> None: ...
 
-    def collect(self, flag: int, fault: int, layer: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def collect(self, flag: int, fault: int, layer: int) -> None: ...
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)

@@ -15,7 +15,7 @@ import torch
 from hetero import cpu
 from hetero.core import InputError
 from hetero.cpu import CpuExperts
-from hetero.engine.gpu.loading import CHUNK, GpuOptions
+from hetero.engine.gpu.loading import CHUNK, ROWS, GpuOptions
 from hetero.engine.load import Loaded, load_model
 from hetero.engine.synthetic import load_synthetic
 from hetero.formats import Format
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from hetero.model.shapes import ModelRef
 
 GPU = "cuda:0"
-ROWS = (1, 2, 4, 8, 16)
 DENSE_GPU = ("bfloat16", "int8", "int4")
 DENSE_CPU = ("float32", "bfloat16", "float16")
 _PACKED = {"bfloat16": "bf16"}  # as a rule calls it

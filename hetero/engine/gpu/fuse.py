@@ -15,10 +15,10 @@ from hetero.decode.decoder import Decoder
 from hetero.decode.experts import DirectExperts
 from hetero.decode.inputs import PAGE
 from hetero.engine.gpu import share
-from hetero.engine.gpu.loading import GpuOptions
+from hetero.engine.gpu.loading import ROWS, GpuOptions
 from hetero.engine.gpu.port import LanePort
 from hetero.engine.gpu.room import CacheWish, cache_slots, default_lengths, workspace
-from hetero.engine.gpu.runner import ROWS, GpuRunner
+from hetero.engine.gpu.runner import GpuRunner
 from hetero.engine.gpu.vram import Vram
 from hetero.engine.handoff import Handoff
 from hetero.hw.memory import gib

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 HANDOFFS = ("auto", "memop", "spin", "hostfunc")
 
+ROWS = (1, 2, 4, 8, 16)
+"""Of steps that graphs are made for."""
+
 FUSED_DTYPE = "bfloat16"
 """Of dense layers in fused steps."""
 

@@ -20,6 +20,7 @@ from hetero.config import settings
 from hetero.core import HeteroError, MachineError
 from hetero.decode.inputs import PAGE
 from hetero.engine.gpu.graphs import CaptureError, StepGraph, Waiter
+from hetero.engine.gpu.loading import ROWS
 from hetero.engine.gpu.pages import Pages
 from hetero.engine.gpu.parts import Decoder, Experts, Shared
 from hetero.engine.gpu.staging import Results, Staging
@@ -29,8 +30,6 @@ from hetero.ops.gpu.stamps import Tape
 from hetero.trace import recorder
 
 log = logging.getLogger("hetero.engine")
-
-ROWS = (1, 2, 4, 8, 16)
 
 LANE = 0
 """Of the hand-off."""
