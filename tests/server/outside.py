@@ -54,6 +54,13 @@ class Server:
     def said(self) -> str:
         return os.pread(self._heard.fileno(), 1 << 20, 0).decode()
 
+    def hears(self, text: str, seconds: float = 30) -> None:
+        """Wait until stderr has ``text``."""
+        end = time.monotonic() + seconds
+        while text not in self.said():
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.005)
+
     def ready(self, port: int | None = None, seconds: float = 90, **client: Any) -> Server:
         """Wait until it serves; ``port`` where stderr does not say it."""
         end = time.monotonic() + seconds
