@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetero.core import HeteroError, InputError
+from hetero.core import HeteroError, InputError, MachineError
 from hetero.decode.inputs import PAGE
 from hetero.engine.answer import Runnable
 from hetero.engine.generate import Engine
@@ -72,6 +72,58 @@ def test_sequences_join_leave_and_take_each_others_slots() -> None:
     for slot in live:
         runner.release(slot)
     assert runner.pages.free == runner.pages.total == 4 * (CONTEXT // PAGE)
+
+
+class Narrow(PagedDecoder):
+    """Has memory for so many tokens at once."""
+
+    room = 10**9
+
+    def prefill(self, tokens: Any, slot: int, start: int, pages: Any) -> torch.Tensor:
+        if len(tokens) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().prefill(tokens, slot, start, pages)
+
+
+def test_chunks_that_do_not_fit_are_halved_and_prompts_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
+    decoder = Narrow(2, 1024)
+    runner = GpuRunner(decoder, [], handoff=None, slots=2, context=1024, chunk=400)
+    decoder.room = 120
+    prompt = random_prompt(700)
+    slot = runner.claim()
+    assert torch.equal(runner.prefill(slot, prompt), logits_of(prompt))
+    assert (runner.chunk, runner.length(slot)) == (100, 700)
+    assert caplog.text.count("tokens at a time") == 2
+    # What a slot held already cannot be read once more; the next prompts are read in smaller pieces.
+    decoder.room = 80
+    with pytest.raises(MachineError, match=r"100 tokens of a prompt at once take more memory.* 64 at a time"):
+        runner.prefill(slot, random_prompt(200))
+    assert runner.chunk == 64
+    other = runner.claim()
+    assert torch.equal(runner.prefill(other, prompt), logits_of(prompt))
+    decoder.room = 8
+    runner.release(other)
+    with pytest.raises(MachineError, match="64 tokens of a prompt at once"):
+        runner.prefill(runner.claim(), prompt)
+
+
+def test_the_longest_chunk_is_the_last_of_the_longest_sequence() -> None:
+    decoder = Narrow(2, 1024, 0)
+    seen: list[tuple[int, int]] = []
+    read = decoder.prefill
+
+    def spy(tokens: Any, slot: int, start: int, pages: Any) -> torch.Tensor:
+        seen.append((start, len(tokens)))
+        return read(tokens, slot, start, pages)
+
+    decoder.prefill = spy  # type: ignore[method-assign]
+    for chunk, pages, want in ((400, None, (624, 400)), (4096, None, (0, 1024)), (400, 40, (240, 400))):
+        runner = GpuRunner(decoder, [], handoff=None, slots=2, context=1024, chunk=chunk, pages=pages)
+        seen.clear()
+        runner.read_longest()
+        assert seen == [want]
+        assert runner.pages.free == runner.pages.total
+        assert len(runner._free) == 2
 
 
 def test_a_batch_takes_the_smallest_graph_that_holds_it() -> None:

@@ -79,6 +79,22 @@ def test_everything_at_once(tmp_path: Path) -> None:
     assert 0 < memory["peak"] <= VRAM
 
 
+def test_a_cache_takes_what_is_left_of_a_cap(tmp_path: Path) -> None:
+    """Experts of 1.8 GB under a cap of 2 GiB: nearly all of it is used, and never more."""
+    shape, out = tmp_path / "wide.json", tmp_path / "wide-out.json"
+    wide = {"hidden_size": 1024, "moe_intermediate_size": 2048, "num_hidden_layers": 8, "head_dim": 128}
+    shape.write_text(json.dumps({**SHAPE, **wide}))
+    command = ["bench", f"synthetic:{shape}", "--vram", "2GiB", "--runs", "1", "--tokens", "8"]
+    more = ["--context", "600", "--prefill", "1000", "--json", str(out)]
+    done = CliRunner().invoke(cli.app, [*command, *more])
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    memory, slots = found["gpu_memory"], found["slots_on_gpu"]
+    assert 0 < slots < 8 * 64
+    assert memory["under_cap"]
+    assert memory["cap"] - memory["peak"] < 400 << 20
+
+
 def test_modules_of_transformers_on_a_device(tmp_path: Path) -> None:
     found = bench(tmp_path, "--modules", "--routing", "uniform", "--batch", "1,2")
     assert found["engine"] == "modules"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from hetero.decode.inputs import PAGE
 from hetero.engine.gpu import share
 from hetero.engine.gpu.loading import ROWS, GpuOptions
 from hetero.engine.gpu.port import LanePort
-from hetero.engine.gpu.room import CacheWish, cache_slots, default_lengths, workspace
+from hetero.engine.gpu.room import CacheWish, cache_slots, default_lengths, fill, first_slots
 from hetero.engine.gpu.runner import GpuRunner
 from hetero.engine.gpu.vram import Vram
 from hetero.engine.handoff import Handoff
@@ -57,6 +58,7 @@ class Fusing:
         self.experts = [site.experts for site in sites]
         self.text = model.config.get_text_config(decoder=True)
         self.defer = _one_of([site.defer for site in sites], "defer")
+        self.wishes: list[CacheWish] = []  # of all layers; none where the GPU reads no experts
         self.rows = options.rows or tuple(n for n in ROWS if n < 2 * options.slots)
 
     def runner(self, vram: Vram | None, limit: int | None, counts: Counts | None) -> GpuRunner:
@@ -101,6 +103,9 @@ class Fusing:
         # At the end of the process at the latest the worker ends, and memory is unpinned while CUDA is there.
         weakref.finalize(runner, _end, handoff, [one.arena for one in hybrid])
         runner.capture()
+        if vram is not None and any(first_slots(self.wishes)):
+            fill(runner, vram, self.wishes, partial(_resize, hybrid))
+        self._tell_slots(hybrid)
         for one in hybrid:
             one.cache.unlearn()  # what the capture has read
         self._seed(hybrid, counts)
@@ -111,6 +116,13 @@ class Fusing:
                 f"{gib(vram.used)} of GPU memory are in use"
             )
         return runner
+
+    def _tell_slots(self, hybrid: Sequence[HybridExperts]) -> None:
+        if self.wishes:
+            held = sum(one.nbytes for one in hybrid)
+            count = sum(wish.experts for wish in self.wishes)
+            slots = sum(one.slots for one in hybrid)
+            self.say(f"{slots} of {count} experts lie in GPU memory too, {gib(held)}")
 
     def _seed(self, hybrid: Sequence[HybridExperts], counts: Counts | None) -> None:
         """Begin with the experts that earlier runs have used most."""
@@ -159,11 +171,9 @@ class Fusing:
                 CacheWish(len(arena.view), arena.view.shape[1], site.cache, site.rule)
                 for arena, site in zip(arenas, self.sites, strict=True)
             ]
-            left = None if vram is None else vram.left
-            slots = cache_slots(wishes, left, workspace(self.text, self.options.chunk))
-            held = sum(n * wish.expert_bytes for n, wish in zip(slots, wishes, strict=True))
-            count = sum(wish.experts for wish in wishes)
-            self.say(f"{sum(slots)} of {count} experts lie in GPU memory too, {gib(held)}")
+            # On a device the rest follows once it is known what steps and prompts leave.
+            slots = cache_slots(wishes, None, 0) if vram is None else first_slots(wishes)
+            self.wishes = wishes
         port: Port
         if handoff is not None:
             port = LanePort(handoff)
@@ -239,6 +249,15 @@ def fuse(
     if vram is None and torch.device(device).type == "cuda":
         vram = Vram(device, options.vram)
     return Fusing(model, find_sites(model, placement), device, options, say).runner(vram, limit, counts)
+
+
+def _resize(hybrid: Sequence[HybridExperts], slots: Sequence[int]) -> None:
+    """Caches of so many experts. What was there goes first, so that the new ones find its memory."""
+    for one in hybrid:
+        one.resize(0)
+    torch.cuda.empty_cache()
+    for one, count in zip(hybrid, slots, strict=True):
+        one.resize(count)
 
 
 def _end(handoff: Handoff | None, arenas: Sequence[PinnedArena | None]) -> None:

@@ -40,6 +40,9 @@ _REMEMBERED = 16
 _WARM_PROMPT = 40
 """Tokens of the prompt that is read before the capture: more than a decode step ever has."""
 
+LEAST_CHUNK = 64
+"""Tokens of a prompt at once, below which there is no use in trying fewer."""
+
 _WARM_UPS = 2
 """Steps before the capture: Triton compiles in the first, what the second still makes is made for good."""
 
@@ -119,11 +122,14 @@ class GpuRunner:
         if not self._free:
             raise HeteroError(f"all {self.slots} slots of the GPU are taken")
         slot = self._free.pop()
+        self._empty(slot)
+        return slot
+
+    def _empty(self, slot: int) -> None:
         with self._on_stream():
             self.decoder.clear(slot)
         self._length[slot] = 0
         self._last[slot] = []
-        return slot
 
     def release(self, slot: int) -> None:
         """Give a slot and its pages back."""
@@ -137,27 +143,58 @@ class GpuRunner:
         return self._length[slot]
 
     def prefill(self, slot: int, tokens: Sequence[int]) -> Tensor:
-        """Append tokens; logits float32 [V] on the device after the last. Raises MachineError where a chunk
-        takes more memory than there is. After an error the slot's contents are worth nothing."""
+        """Append tokens; logits float32 [V] on the device after the last. A chunk that takes more memory than
+        there is halves ``chunk``, and an empty slot's prompt begins again. Raises MachineError where that was
+        not empty, or so few tokens are left that it is no use. After an error the slot's contents are worth
+        nothing."""
+        if not tokens:
+            raise ValueError("no tokens to append")
+        is_new = self._length[slot] == 0
+        while True:
+            try:
+                return self._append(slot, tokens)
+            except torch.OutOfMemoryError:
+                tried = min(self.chunk, len(tokens))
+                self.chunk = max(LEAST_CHUNK, tried // 2)
+                if not is_new or tried <= LEAST_CHUNK:
+                    raise MachineError(
+                        f"{tried} tokens of a prompt at once take more memory than {self.device} has; from "
+                        f"now on they are read {self.chunk} at a time (HETERO_PREFILL_CHUNK)"
+                    ) from None
+            # Outside the handler, whose error keeps tensors of the failed chunk alive.
+            log.warning("prompts are read %d tokens at a time: GPU memory holds no more", self.chunk)
+            torch.cuda.empty_cache()
+            self._empty(slot)
+
+    def _append(self, slot: int, tokens: Sequence[int]) -> Tensor:
         logits: Tensor | None = None
         with self._on_stream():
             for first in range(0, len(tokens), self.chunk):
                 part = list(tokens[first : first + self.chunk])
                 self.pages.grow(slot, self._length[slot] + len(part))
-                try:
-                    logits = self._read(slot, part)
-                except torch.OutOfMemoryError:
-                    raise MachineError(
-                        f"{len(part)} tokens of a prompt at once take more memory than {self.device} has; "
-                        "with a smaller HETERO_PREFILL_CHUNK they take less"
-                    ) from None
+                logits = self._read(slot, part)
                 self._last[slot] = (self._last[slot] + part)[-_REMEMBERED:]
                 self._length[slot] += len(part)
-            if logits is None:
-                raise ValueError("no tokens to append")
+            assert logits is not None
             # The caller reads it on a stream of its own.
             self._wait(0)
         return logits
+
+    def read_longest(self) -> None:
+        """Read a chunk of random tokens at the end of the longest sequence, which takes the most memory that
+        a prompt can. Raises torch.OutOfMemoryError where that is not there."""
+        slot = self.claim()
+        end = min(self.context, self.kv_tokens)
+        count = min(self.chunk, end)
+        part: list[int] = torch.randint(self.decoder.vocabulary, (count,)).tolist()
+        try:
+            with self._on_stream():
+                self.pages.grow(slot, end)
+                self._length[slot] = end - count
+                self._read(slot, part)
+                self._wait(0)
+        finally:
+            self.release(slot)
 
     def step(self, rows: Sequence[tuple[int, int]], logits: bool = True) -> StepOut:
         """One token for each of (slot, token), all of different slots. Raises HandoffError where the CPU side
@@ -226,6 +263,9 @@ class GpuRunner:
                 except CaptureError as error:
                     self._give_up(error)
                     return
+                except MachineError:
+                    self._forget()  # whoever makes room may capture again
+                    raise
 
     def _give_up(self, error: CaptureError) -> None:
         self._graphs.clear()

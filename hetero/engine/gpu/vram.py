@@ -6,21 +6,25 @@ import torch
 
 from hetero.core import MachineError
 from hetero.hw.memory import gib
-from hetero.hw.nvml import free_bytes
+from hetero.hw.nvml import free_bytes, process_bytes
 
 MARGIN = 256 << 20
 """Left alone without a cap: what the driver and others on the device may still want."""
+
+MODULES = 64 << 20
+"""Of a cap, that torch leaves to what the driver loads besides: kernels that are used for the first time."""
 
 CONTEXT = 640 << 20
 """What a context is taken for where it was there before anybody could look."""
 
 
 class Vram:
-    """Everything that this process allocates on ``device``, its context included, from the driver's view:
-    what is in use there less what was before. ``cap``: most bytes of it; None: what is free less a margin.
+    """Everything that this process allocates on ``device``, its context included, from the driver's view.
+    ``cap``: most bytes of it; None: what is free less a margin.
 
-    Make it before the process has used the device, and let nobody else allocate there meanwhile: what others
-    take counts as ours.
+    That is what the driver's management library says of this process. Where it does not tell
+    (``by_process`` is false), it is what is in use on the device less what was before: make it before the
+    process has used the device, and what others take there meanwhile counts as ours.
     """
 
     def __init__(self, device: str | torch.device, cap: int | None = None) -> None:
@@ -32,6 +36,7 @@ class Vram:
         free, _ = torch.cuda.mem_get_info(self.device)
         own = CONTEXT + torch.cuda.memory_reserved(self.device)
         self._free_before = free + own if known is None else known
+        self.by_process = process_bytes(self.device.index or 0) is not None
         if cap is not None and cap > (total := self._total()):
             raise MachineError(f"--vram {gib(cap)}: {self.device} has {gib(total)}")
 
@@ -41,6 +46,9 @@ class Vram:
     @property
     def used(self) -> int:
         """Bytes that this process has taken."""
+        told = process_bytes(self.device.index or 0) if self.by_process else None
+        if told is not None:
+            return told
         return max(0, self._free_before - int(torch.cuda.mem_get_info(self.device)[0]))
 
     @property
@@ -64,8 +72,9 @@ class Vram:
         used = self.used
         if used > self.cap:
             raise MachineError(f"{gib(used)} of {self.device} are in use, more than --vram {gib(self.cap)}")
-        others = used - torch.cuda.memory_reserved(self.device)
-        torch.cuda.set_per_process_memory_fraction((self.cap - others) / self._total(), self.device)
+        besides = used - torch.cuda.memory_reserved(self.device) + MODULES
+        share = max(0, self.cap - besides) / self._total()
+        torch.cuda.set_per_process_memory_fraction(share, self.device)
 
     def told(self) -> str:
         """For a message: what is in use, and what is left."""

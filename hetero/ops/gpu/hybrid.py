@@ -167,11 +167,21 @@ class HybridExperts:
         elif slots:
             raise ValueError("slots without memory that the GPU can read")
         host = arena.view if arena is not None else torch.empty(spec.num_experts, 0, dtype=torch.uint8)
-        self.cache = ExpertCache(
-            host, slots, self.device, moves=shared.moves, top_k=spec.top_k, most=shared.most
-        )
+        self._host = host
+        self.cache = self._cache(slots)
         shared.prefiller.add(self)
         self._place = torch.empty(2 * spec.num_experts, dtype=torch.int64, device=self.device)
+
+    def _cache(self, slots: int) -> ExpertCache:
+        top_k, shared = self.experts.spec.top_k, self.shared
+        return ExpertCache(self._host, slots, self.device, moves=shared.moves, top_k=top_k, most=shared.most)
+
+    def resize(self, slots: int) -> None:
+        """Another number of slots, which begin with the first experts. Before a capture only: steps that were
+        captured read the memory of before."""
+        if slots and self.arena is None:
+            raise ValueError("slots without memory that the GPU can read")
+        self.cache, self.slots = self._cache(slots), slots
 
     @property
     def nbytes(self) -> int:
