@@ -175,7 +175,7 @@ void tile_quant(const uint8_t* w, int64_t blocks, const Layout* layout, const Ro
       HETERO_BULK_ROW("iq3_xxs", isa, T, kIq4Xs), HETERO_BULK_ROW("iq3_s", isa, T, kIq4Xs),  \
       HETERO_BULK_ROW("iq2_xxs", isa, T, kIq4Xs), HETERO_BULK_ROW("iq2_xs", isa, T, kIq2Xs), \
       HETERO_BULK_ROW("iq2_s", isa, T, kIq2Xs), HETERO_BULK_ROW("iq1_s", isa, T, kIq4Xs),    \
-      HETERO_BULK_ROW("iq1_m", isa, T, kIq2Xs)
+      HETERO_BULK_ROW("iq1_m", isa, T, kIq2Xs), HETERO_BULK_ROW("fp8_row", isa, T, kFp8Row)
 
 #define HETERO_AMX_UNIT(isa, T)                                                                          \
   {isa,                                                                                                  \

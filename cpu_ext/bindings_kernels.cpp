@@ -32,9 +32,9 @@ template <class T>
 using Out = nb::ndarray<nb::numpy, T>;
 
 const char* const kFormatNames[kFormats] = {
-    "f32",     "bf16",  "int8",    "int4",   "int4a", "fp8",   "mxfp4", "nvfp4", "int8a",
-    "int4z",   "int8z", "iq4_nl",  "q4_k",   "q5_k",  "q2_k",  "q3_k",  "q6_k",  "iq4_xs",
-    "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m"};
+    "f32",     "bf16",  "int8",    "int4",   "int4a", "fp8",   "mxfp4", "nvfp4",  "int8a",
+    "int4z",   "int8z", "iq4_nl",  "q4_k",   "q5_k",  "q2_k",  "q3_k",  "q6_k",   "iq4_xs",
+    "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m", "fp8_row"};
 const char* const kClassNames[kRowClasses] = {"gemv", "gemm", "bulk"};
 const char* const kIsaNames[kIsas] = {"scalar", "avx2", "avx512", "amx"};
 

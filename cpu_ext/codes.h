@@ -9,7 +9,7 @@ namespace hetero {
 namespace {
 
 // How scales are stored, and what may stand beside them (see kernels.h for the layouts).
-enum class Scale : uint8_t { kNone, kHalf, kTiles, kE8m0, kE4m3, kUnsigned, kSigned };
+enum class Scale : uint8_t { kNone, kHalf, kTiles, kE8m0, kE4m3, kUnsigned, kSigned, kRows };
 enum class Beside : uint8_t { kNothing, kMinima, kZeros, kMatrix, kSuper, kSuperMinima };
 
 struct Traits {
@@ -50,10 +50,14 @@ constexpr Traits kTraits[kFormats] = {
     {3, 16, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq2_s
     {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq1_s
     {3, 16, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq1_m
+    {8, 128, 0, 0, false, {0, 255}, 0, Scale::kRows, Beside::kNothing},         // fp8_row
 };
 
 constexpr int64_t kSuperGroup = 256;  // k that share d and dmin
 constexpr int kMostInteger = 63;      // largest integer scale or minimum, but of q6_k
+
+// Whether codes are E4M3, which kernels multiply with floats.
+constexpr bool is_fp8(int32_t format) { return format == kFp8 || format == kFp8Row; }
 
 constexpr bool has_super(const Traits& t) {
   return t.beside == Beside::kSuper || t.beside == Beside::kSuperMinima;

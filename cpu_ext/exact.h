@@ -203,13 +203,19 @@ void quant_kernel(const uint8_t* w, int64_t blocks, const Layout* layout, const 
 }
 
 // A row of a kernel table, and those of the formats that only keep the values of checkpoints, in the order of
-// enum Format: a unit has templates `gemv` and `gemm` of its kernels. The iq types that differ in their table
-// alone share a kernel, which finds the table by the layout.
+// enum Format: a unit has templates `gemv` and `gemm`, and `fp8_gemv` and `fp8_gemm`, of its kernels. The iq
+// types that differ in their table alone share a kernel, which finds the table by the layout.
 #define HETERO_QUANT_ROW(name, isa, Format) \
   {                                         \
       {gemv<Format>, name "." isa ".gemv"}, \
       {gemm<Format>, name "." isa ".gemm"}, \
       {gemm<Format>, name "." isa ".gemm"}, \
+  }
+#define HETERO_FP8_ROW(name, isa, Format)       \
+  {                                             \
+      {fp8_gemv<Format>, name "." isa ".gemv"}, \
+      {fp8_gemm<Format>, name "." isa ".gemm"}, \
+      {fp8_gemm<Format>, name "." isa ".gemm"}, \
   }
 #define HETERO_KEPT_FORMATS(isa)                                                         \
   HETERO_QUANT_ROW("int8a", isa, kInt8a), HETERO_QUANT_ROW("int4z", isa, kInt4z),        \
@@ -288,8 +294,8 @@ void float_kernel(const uint8_t* w, int64_t blocks, const Layout* layout, const 
     }
 }
 
-// M rows against U consecutive blocks of fp8.
-template <class P, int M, int U>
+// M rows against U consecutive blocks of fp8 or fp8_row.
+template <class P, int Format, int M, int U>
 inline void fp8_tile(const uint8_t* w, const Layout* layout, const Rows* x, int64_t m0, float* y,
                      int64_t ldy) {
   constexpr int kHalves = kBlockRows / P::kLanes;
@@ -299,7 +305,13 @@ inline void fp8_tile(const uint8_t* w, const Layout* layout, const Rows* x, int6
   typename P::F acc[kUnits][M];
   for (int u = 0; u < kUnits; u++)
     for (int m = 0; m < M; m++) acc[u][m] = P::zero();
-  for (int64_t k0 = 0; k0 < layout->k_pad; k0 += layout->group, scales += 4) {
+  typename P::F of_rows[kUnits];
+  if (Format == kFp8Row)
+    for (int u = 0; u < kUnits; u++) {
+      const uint8_t* at = scales + u / kHalves * layout->block_bytes + u % kHalves * P::kLanes * 4;
+      of_rows[u] = P::mul(P::load(reinterpret_cast<const float*>(at)), P::set1(256.0f));
+    }
+  for (int64_t k0 = 0; k0 < layout->k_pad; k0 += layout->group) {
     typename P::F part[kUnits][M][2];
     for (int u = 0; u < kUnits; u++)
       for (int m = 0; m < M; m++) part[u][m][0] = part[u][m][1] = P::zero();
@@ -321,37 +333,42 @@ inline void fp8_tile(const uint8_t* w, const Layout* layout, const Rows* x, int6
         }
       }
     for (int u = 0; u < kUnits; u++) {
-      const typename P::F scale = P::set1(float_at(scales + u / kHalves * layout->block_bytes) * 256.0f);
+      typename P::F scale;
+      if (Format == kFp8Row)
+        scale = of_rows[u];
+      else
+        scale = P::set1(float_at(scales + u / kHalves * layout->block_bytes) * 256.0f);
       for (int m = 0; m < M; m++) acc[u][m] = P::fma(P::fold(part[u][m][0], part[u][m][1]), scale, acc[u][m]);
     }
+    if (Format == kFp8) scales += 4;
   }
   for (int u = 0; u < kUnits; u++)
     for (int m = 0; m < M; m++) P::store(y + (m0 + m) * ldy + u * P::kLanes, acc[u][m]);
 }
 
-template <class P, int Max, int U>
+template <class P, int Format, int Max, int U>
 inline void fp8_rows(int64_t rows, const uint8_t* w, const Layout* layout, const Rows* x, int64_t m0,
                      float* y, int64_t ldy) {
   if constexpr (Max > 1) {
-    if (rows < Max) return fp8_rows<P, Max - 1, U>(rows, w, layout, x, m0, y, ldy);
+    if (rows < Max) return fp8_rows<P, Format, Max - 1, U>(rows, w, layout, x, m0, y, ldy);
   }
-  fp8_tile<P, Max, U>(w, layout, x, m0, y, ldy);
+  fp8_tile<P, Format, Max, U>(w, layout, x, m0, y, ldy);
 }
 
 // MaxRows rows of U blocks at a time.
-template <class P, int MaxRows, int U>
+template <class P, int Format, int MaxRows, int U>
 void fp8_kernel(const uint8_t* w, int64_t blocks, const Layout* layout, const Rows* x, float* y, int64_t ldy,
                 void*) {
   int64_t b = 0;
   for (; b + U <= blocks; b += U)
     for (int64_t m = 0; m < x->rows; m += MaxRows)
-      fp8_rows<P, MaxRows, U>(x->rows - m < MaxRows ? x->rows - m : MaxRows, w + b * layout->block_bytes,
-                              layout, x, m, y + b * kBlockRows, ldy);
+      fp8_rows<P, Format, MaxRows, U>(x->rows - m < MaxRows ? x->rows - m : MaxRows,
+                                      w + b * layout->block_bytes, layout, x, m, y + b * kBlockRows, ldy);
   if constexpr (U > 1) {
     for (; b < blocks; b++)
       for (int64_t m = 0; m < x->rows; m += MaxRows)
-        fp8_rows<P, MaxRows, 1>(x->rows - m < MaxRows ? x->rows - m : MaxRows, w + b * layout->block_bytes,
-                                layout, x, m, y + b * kBlockRows, ldy);
+        fp8_rows<P, Format, MaxRows, 1>(x->rows - m < MaxRows ? x->rows - m : MaxRows,
+                                        w + b * layout->block_bytes, layout, x, m, y + b * kBlockRows, ldy);
   }
 }
 

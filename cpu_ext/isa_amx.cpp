@@ -120,7 +120,16 @@ struct Tiles {
       if constexpr (kPlanes) unpacked_ = V::planes<Format>(at_);
       const int64_t group = c >> shift_;
       if constexpr (Format == kFp8) {
-        scale_[0] = V::set1(float_at(scales_ + group * 4) * 256.0f);
+        scale_[0] = scale_[1] = V::set1(float_at(scales_ + group * 4) * 256.0f);
+        return;
+      }
+      if constexpr (Format == kFp8Row) {
+        // Each row's twice, as e4m3 has two k of a row side by side: of the first half of the rows, then of
+        // the second.
+        const __m512 rows = V::mul(_mm512_loadu_ps(scales_), V::set1(256.0f));
+        const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+        scale_[0] = _mm512_permutexvar_ps(twice, rows);
+        scale_[1] = _mm512_permutexvar_ps(_mm512_add_epi32(twice, V::set1i(8)), rows);
         return;
       }
       const uint16_t* super =
@@ -155,12 +164,12 @@ struct Tiles {
       uint16_t* to = to_ + 128 * i;
       const int part = C::kParts == 2 && i >= 2 ? 1 : 0;
       const __m512 scale = scale_[part];
-      if constexpr (Format == kFp8) {
+      if constexpr (is_fp8(Format)) {
         for (int half = 0; half < 2; half++, to += 64) {
           __m512 w[4];
           V::e4m3(at_ + 128 * i + 64 * half, w);
-          store_rounded(to, V::mul(w[0], scale), V::mul(w[1], scale));
-          store_rounded(to + 32, V::mul(w[2], scale), V::mul(w[3], scale));
+          store_rounded(to, V::mul(w[0], scale_[0]), V::mul(w[1], scale_[1]));
+          store_rounded(to + 32, V::mul(w[2], scale_[0]), V::mul(w[3], scale_[1]));
         }
       } else if constexpr (C::kTable && kPlanes) {
         for (int half = 0; half < 2; half++, to += 64) {

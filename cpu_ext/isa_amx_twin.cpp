@@ -150,8 +150,9 @@ struct Twin {
       const uint8_t* scales = block_ + layout_->scale_offset;
       const uint8_t* beside = block_ + layout_->min_offset;
       const int64_t group = (k0 + k) / layout_->group;
-      if constexpr (Format == kFp8) {
-        return e4m3_to_float(codes[k / 4 * 64 + row * 4 + k % 4]) * (float_at(scales + group * 4) * 256.0f);
+      if constexpr (is_fp8(Format)) {
+        const float scale = float_at(scales + 4 * (Format == kFp8 ? group : row));
+        return e4m3_to_float(codes[k / 4 * 64 + row * 4 + k % 4]) * (scale * 256.0f);
       } else {
         const Table& table = table_of(layout_->format);
         const Scalar::W w = Scalar::decode<Format>(codes, Scalar::lookup(table));

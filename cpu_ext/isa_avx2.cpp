@@ -263,6 +263,10 @@ template <int Format>
 constexpr GemmFn gemv = quant_kernel<P, Format, 4>;
 template <int Format>
 constexpr GemmFn gemm = quant_kernel<P, Format, 4>;
+template <int Format>
+constexpr GemmFn fp8_gemv = fp8_kernel<P, Format, 4, 1>;
+template <int Format>
+constexpr GemmFn fp8_gemm = fp8_kernel<P, Format, 4, 1>;
 
 const IsaTable kTable = {
     "avx2",
@@ -281,16 +285,15 @@ const IsaTable kTable = {
      {{quant_kernel<P, kInt4a, 4>, "int4a.avx2.gemv"},
       {quant_kernel<P, kInt4a, 4>, "int4a.avx2.gemm"},
       {quant_kernel<P, kInt4a, 4>, "int4a.avx2.gemm"}},
-     {{fp8_kernel<P, 4, 1>, "fp8.avx2.gemv"},
-      {fp8_kernel<P, 4, 1>, "fp8.avx2.gemm"},
-      {fp8_kernel<P, 4, 1>, "fp8.avx2.gemm"}},
+     HETERO_FP8_ROW("fp8", "avx2", kFp8),
      {{quant_kernel<P, kMxfp4, 4>, "mxfp4.avx2.gemv"},
       {quant_kernel<P, kMxfp4, 4>, "mxfp4.avx2.gemm"},
       {quant_kernel<P, kMxfp4, 4>, "mxfp4.avx2.gemm"}},
      {{quant_kernel<P, kNvfp4, 4>, "nvfp4.avx2.gemv"},
       {quant_kernel<P, kNvfp4, 4>, "nvfp4.avx2.gemm"},
       {quant_kernel<P, kNvfp4, 4>, "nvfp4.avx2.gemm"}},
-     HETERO_KEPT_FORMATS("avx2")},
+     HETERO_KEPT_FORMATS("avx2"),
+     HETERO_FP8_ROW("fp8_row", "avx2", kFp8Row)},
     act_kernel<P>,
     quantize_kernel<P>,
     axpy_kernel<P>,

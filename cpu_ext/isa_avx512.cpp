@@ -60,6 +60,10 @@ template <int Format>
 constexpr GemmFn gemv = quant_kernel<P, Format, 4>;
 template <int Format>
 constexpr GemmFn gemm = quant_kernel<P, Format, 8>;
+template <int Format>
+constexpr GemmFn fp8_gemv = fp8_kernel<P, Format, 4, 2>;
+template <int Format>
+constexpr GemmFn fp8_gemm = fp8_kernel<P, Format, 8, 1>;
 
 const IsaTable kUnit = {
     "avx512",
@@ -78,16 +82,15 @@ const IsaTable kUnit = {
      {{quant_kernel<P, kInt4a, 4>, "int4a.avx512.gemv"},
       {quant_kernel<P, kInt4a, 8>, "int4a.avx512.gemm"},
       {quant_kernel<P, kInt4a, 8>, "int4a.avx512.gemm"}},
-     {{fp8_kernel<P, 4, 2>, "fp8.avx512.gemv"},
-      {fp8_kernel<P, 8, 1>, "fp8.avx512.gemm"},
-      {fp8_kernel<P, 8, 1>, "fp8.avx512.gemm"}},
+     HETERO_FP8_ROW("fp8", "avx512", kFp8),
      {{quant_kernel<P, kMxfp4, 4>, "mxfp4.avx512.gemv"},
       {quant_kernel<P, kMxfp4, 8>, "mxfp4.avx512.gemm"},
       {quant_kernel<P, kMxfp4, 8>, "mxfp4.avx512.gemm"}},
      {{quant_kernel<P, kNvfp4, 4>, "nvfp4.avx512.gemv"},
       {quant_kernel<P, kNvfp4, 8>, "nvfp4.avx512.gemm"},
       {quant_kernel<P, kNvfp4, 8>, "nvfp4.avx512.gemm"}},
-     HETERO_KEPT_FORMATS("avx512")},
+     HETERO_KEPT_FORMATS("avx512"),
+     HETERO_FP8_ROW("fp8_row", "avx512", kFp8Row)},
     act_kernel<P>,
     quantize_kernel<P>,
     axpy_kernel<P>,

@@ -33,6 +33,10 @@ template <int Format>
 constexpr GemmFn gemv = quant_kernel<P, Format, 4>;
 template <int Format>
 constexpr GemmFn gemm = quant_kernel<P, Format, 4>;
+template <int Format>
+constexpr GemmFn fp8_gemv = fp8_kernel<P, Format, 4, 1>;
+template <int Format>
+constexpr GemmFn fp8_gemm = fp8_kernel<P, Format, 4, 1>;
 
 const IsaTable kTable = {
     "scalar",
@@ -51,16 +55,15 @@ const IsaTable kTable = {
      {{quant_kernel<P, kInt4a, 4>, "int4a.scalar.gemv"},
       {quant_kernel<P, kInt4a, 4>, "int4a.scalar.gemm"},
       {quant_kernel<P, kInt4a, 4>, "int4a.scalar.gemm"}},
-     {{fp8_kernel<P, 4, 1>, "fp8.scalar.gemv"},
-      {fp8_kernel<P, 4, 1>, "fp8.scalar.gemm"},
-      {fp8_kernel<P, 4, 1>, "fp8.scalar.gemm"}},
+     HETERO_FP8_ROW("fp8", "scalar", kFp8),
      {{quant_kernel<P, kMxfp4, 4>, "mxfp4.scalar.gemv"},
       {quant_kernel<P, kMxfp4, 4>, "mxfp4.scalar.gemm"},
       {quant_kernel<P, kMxfp4, 4>, "mxfp4.scalar.gemm"}},
      {{quant_kernel<P, kNvfp4, 4>, "nvfp4.scalar.gemv"},
       {quant_kernel<P, kNvfp4, 4>, "nvfp4.scalar.gemm"},
       {quant_kernel<P, kNvfp4, 4>, "nvfp4.scalar.gemm"}},
-     HETERO_KEPT_FORMATS("scalar")},
+     HETERO_KEPT_FORMATS("scalar"),
+     HETERO_FP8_ROW("fp8_row", "scalar", kFp8Row)},
     act_kernel<P>,
     quantize_kernel<P>,
     axpy_kernel<P>,

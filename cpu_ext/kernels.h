@@ -13,7 +13,7 @@ namespace hetero {
 //   bf16  16 rows x 2 values           a step is 2 k
 //   int8  16 rows x 4 codes            a step is 4 k; code = value + 128, so codes are unsigned
 //   int4  16 rows x 4 bytes            a step is 8 k; byte j holds k0+j in the low nibble, k0+4+j in the high
-//   fp8   16 rows x 4 codes            a step is 4 k; E4M3 (no infinities), 0x7f and 0xff never occur
+//   fp8, fp8_row   16 rows x 4 codes   a step is 4 k; E4M3 (no infinities), 0x7f and 0xff never occur
 //   mxfp4, nvfp4   as int4; codes are E2M1: bit 3 is the sign, bits 0-2 are 0 0.5 1 1.5 2 3 4 6
 //   int8a, int8z    as int8, code as it is
 //   int4z, q4_k, iq4_nl, iq4_xs, iq3_xxs, iq3_s   as int4; of the iq types a code is a place in a table of 16
@@ -29,6 +29,7 @@ namespace hetero {
 //   int8, int4, int4a   fp16 [k_pad/group][16]; then, for int4a, fp16 minima [k_pad/group][16] at min_offset
 //   fp8                 float32 [k_pad/128]: the scales of blocks of 128 x 128 of the matrix, of which every
 //                       block of 16 rows holds those of its rows
+//   fp8_row             float32 [16], one of each row
 //   mxfp4               E8M0 [k_pad/32][16]: a byte e is 2^(e - 127); 255 never occurs
 //   nvfp4               E4M3 [k_pad/16][16]; then one float32, the scale of the whole matrix, at min_offset
 //   int8a, iq4_nl       as int4a, as int4
@@ -38,11 +39,11 @@ namespace hetero {
 //                       of each 256 k, S = ceil(k_pad/256)
 //   q3_k q6_k, other iq types   int8 [k_pad/group][16]; at min_offset fp16 [S][1][16], d
 // A value is (code - zero) * scale with zero 128 (int8) or 8 (int4), code * scale + minimum (int4a), the
-// code's number times its scale (fp8, mxfp4), or its number times (scale * matrix scale) (nvfp4). int8a as
-// int4a, iq4_nl as mxfp4; int4z, int8z (code - zero) * scale; q4_k q5_k q2_k (d * scale) * code - dmin *
-// minimum; q3_k, q6_k and the other iq types (d * factor * scale) * number, the factor a power of two of the
-// type. Codes beyond k or n decode to zero (int4a: scale and minimum zero beyond n; beyond k the activations
-// are 0).
+// code's number times its scale (fp8, fp8_row, mxfp4), or its number times (scale * matrix scale) (nvfp4).
+// int8a as int4a, iq4_nl as mxfp4; int4z, int8z (code - zero) * scale; q4_k q5_k q2_k (d * scale) * code -
+// dmin * minimum; q3_k, q6_k and the other iq types (d * factor * scale) * number, the factor a power of two
+// of the type. Codes beyond k or n decode to zero (int4a: scale and minimum zero beyond n; beyond k the
+// activations are 0).
 enum Format : int32_t {
   kF32 = 0,
   kBf16 = 1,
@@ -69,11 +70,14 @@ enum Format : int32_t {
   kIq2S = 22,
   kIq1S = 23,
   kIq1M = 24,
-  kFormats = 25
+  kFp8Row = 25,
+  kFormats = 26
 };
 
 // Whether the kernels of a format take activations as int8 codes.
-static inline bool takes_codes(int32_t format) { return format != kF32 && format != kBf16 && format != kFp8; }
+static inline bool takes_codes(int32_t format) {
+  return format != kF32 && format != kBf16 && format != kFp8 && format != kFp8Row;
+}
 
 enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3, kIsas = 4 };
 
@@ -103,7 +107,8 @@ struct Layout {
 //   32][16][32];
 //          rows that do not exist are undefined
 // Only what the kernel needs is set. A kernel whose `input` is kInBf16 reads bf16 alone, one of kInTiles
-// reads tiles alone; the others read f32 for f32, bf16 and fp8, and q, scale and sum for the other formats.
+// reads tiles alone; the others read f32 for f32, bf16, fp8 and fp8_row, and q, scale and sum for the other
+// formats.
 struct Rows {
   const int8_t* q;
   const float* scale;
@@ -128,7 +133,8 @@ struct Rows {
 //              integer scales: scale_w = scale * (d * factor); minima: min_w = minimum * -dmin, as for int4a
 //              groups of 16: by halves, as nvfp4, a minimum after each half's dot with that half's sum_a
 //   f32, bf16: even k and odd k are accumulated apart by fma in ascending order; y = even + odd
-//   fp8:       acc = 0; for each 128 k ascending: even and odd k apart by fma in ascending order, from 0, of
+//   fp8, fp8_row:  acc = 0; for each 128 k ascending: even and odd k apart by fma in ascending order, from 0,
+//   of
 //              the codes' numbers * 2^-8 (an E4M3's bits, moved into an fp16); then
 //              acc = fma(even + odd, scale_w * 256, acc)
 // scratch: kScratchBytes per calling thread, 64-byte aligned, contents undefined.

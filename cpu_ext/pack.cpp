@@ -433,6 +433,11 @@ int stored_code(int bits, const uint8_t* p, int64_t s) {
 // Decodes a value of the formats that only keep the values of checkpoints.
 float kept_value(const Layout& layout, const uint8_t* w, int64_t r, int64_t k) {
   const Traits& t = kTraits[layout.format];
+  if (t.scale == Scale::kRows) {
+    float scale;
+    memcpy(&scale, w + layout.scale_offset + 4 * r, 4);
+    return e4m3_to_float(w[k / 4 * 64 + r * 4 + k % 4]) * scale;
+  }
   const uint8_t* steps = w + k / kActGroup * 64 * t.bits + r * 4 + k % 4;
   const int code = stored_code(t.bits, steps, k % kActGroup / 4);
   const Table& table = table_of(layout.format);

@@ -46,7 +46,7 @@ PackStatus pack_block(const Layout& layout, int64_t block, const Source& source,
 // Values that are quantised already: codes [n][k], one a byte, with G = ceil(k / group), S = ceil(k / 256):
 //   int8, int4, int4a   code = value + 128, value + 8, 0 to 15; scales fp16 [n][G]; int4a: extra fp16, minima
 //                       alike
-//   fp8                 the E4M3 byte; scales float32 [ceil(n / 128)][G]
+//   fp8                 the E4M3 byte; scales float32 [ceil(n / 128)][G]; fp8_row: [n]
 //   mxfp4               scales E8M0 [n][G]
 //   nvfp4               scales E4M3 [n][G]; extra one float32, the scale of the matrix
 //   int8a, iq4_nl       as int4a, as int4

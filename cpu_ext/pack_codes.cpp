@@ -45,11 +45,10 @@ const char* wrong_codes(const Layout& layout, const Quantised& q) {
   // The kernels multiply these by 256.
   auto fits = [](float x) { return x >= -0x1p119f && x <= 0x1p119f; };
   auto nan_code = [](uint8_t code) { return (code & 0x7f) == 0x7f; };
-  if (layout.format == kFp8) {
+  if (is_fp8(layout.format)) {
+    const int64_t scales = t.scale == Scale::kRows ? layout.n : (layout.n + 127) / 128 * per_row;
     if (std::any_of(q.codes, q.codes + count, nan_code)) return "a code is NaN (0x7f or 0xff)";
-    return std::all_of(floats, floats + (layout.n + 127) / 128 * per_row, fits)
-               ? nullptr
-               : "a scale is not finite or too large";
+    return std::all_of(floats, floats + scales, fits) ? nullptr : "a scale is not finite or too large";
   }
   uint8_t low, high;
   byte_range(q.codes, count, &low, &high);
@@ -85,6 +84,7 @@ const char* wrong_codes(const Layout& layout, const Quantised& q) {
 int64_t row_scale_bytes(const Layout& layout) {
   const Traits& t = kTraits[layout.format];
   if (t.scale == Scale::kNone || t.scale == Scale::kTiles) return 0;
+  if (t.scale == Scale::kRows) return 4;
   return (layout.k + layout.group - 1) / layout.group * numbers(t) * number_bytes(t);
 }
 
@@ -200,6 +200,7 @@ void pack_code_rows(const Layout& layout, const CodeRows& rows, uint8_t* out) {
   }
   uint8_t *scale = out + layout.scale_offset, *beside = out + layout.min_offset;
   if (t.scale == Scale::kTiles) return static_cast<void>(memcpy(scale, rows.scales[0], real * 4));
+  if (t.scale == Scale::kRows) return interleave<4>(rows.scales, 1, 1, 0, scale);
   if (t.scale == Scale::kHalf)
     interleave<2>(rows.scales, real, groups, 0, scale);
   else if (numbers(t) == 1)

@@ -25,6 +25,7 @@ inline int64_t scale_bytes(const Layout& layout) {
   const Traits& t = kTraits[layout.format];
   if (t.scale == Scale::kNone) return 0;
   if (t.scale == Scale::kTiles) return group_count(layout) * 4;
+  if (t.scale == Scale::kRows) return kRows * 4;
   return group_count(layout) * numbers(t) * kRows * number_bytes(t);
 }
 

@@ -42,15 +42,21 @@ void pack_random_codes(const Layout& layout, std::mt19937& random, uint8_t* to) 
   const Traits& t = kTraits[layout.format];
   std::vector<uint8_t> codes(static_cast<size_t>(layout.n * layout.k));
   std::uniform_int_distribution<int> any(t.valid[0], t.valid[1]);
-  for (uint8_t& code : codes) code = static_cast<uint8_t>(any(random));
+  for (uint8_t& code : codes) {
+    code = static_cast<uint8_t>(any(random));
+    if (is_fp8(layout.format) && (code & 0x7f) == 0x7f) code = 0;  // a NaN
+  }
   constexpr uint16_t kOne = 0x3c00;  // as fp16
+  constexpr float kOneFloat = 1.0f;
   constexpr uint8_t kInteger = 7;
   auto filled = [&](int64_t bytes, bool halves) {
     std::vector<uint8_t> all(static_cast<size_t>(bytes), kInteger);
     for (size_t i = 0; halves && i < all.size(); i += 2) std::memcpy(&all[i], &kOne, 2);
     return all;
   };
-  const auto scales = filled(layout.n * row_scale_bytes(layout), t.scale == Scale::kHalf);
+  auto scales = filled(layout.n * row_scale_bytes(layout), t.scale == Scale::kHalf);
+  if (t.scale == Scale::kRows)
+    for (size_t i = 0; i < scales.size(); i += 4) std::memcpy(&scales[i], &kOneFloat, 4);
   const auto extra = filled(layout.n * row_extra_bytes(layout), t.beside != Beside::kZeros);
   const Quantised q = {codes.data(), scales.data(), extra.data()};
   for (int64_t b = 0; b < block_count(layout); ++b)

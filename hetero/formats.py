@@ -24,12 +24,14 @@ SUPER_GROUP = 256
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """What a format takes in memory. ``scale_bits``: of a row and group, minima and zeros included;
-    of fp8: of a block of rows and group. ``super_scales``: fp16 numbers of a row and 256 values."""
+    of fp8: of a block of rows and group. ``super_scales``: fp16 numbers of a row and 256 values.
+    ``row_bits``: of a scale of a whole row."""
 
     bits: int
     scale_bits: int = 0
     group: int = 0  # where it is part of the definition, and not of the name
     super_scales: int = 0
+    row_bits: int = 0
     kept_only: bool = False
 
 
@@ -59,6 +61,7 @@ _KINDS = {
     "iq2_s": _Kind(3, 8, 16, 1, kept_only=True),
     "iq1_s": _Kind(4, 8, 32, 1, kept_only=True),
     "iq1_m": _Kind(3, 8, 16, 1, kept_only=True),
+    "fp8_row": _Kind(8, 0, 128, row_bits=32, kept_only=True),
 }
 
 CODES = {name: number for number, name in enumerate(_KINDS)}
@@ -66,6 +69,9 @@ CODES = {name: number for number, name in enumerate(_KINDS)}
 
 FIXED_GROUPS = {name: kind.group for name, kind in _KINDS.items() if kind.group}
 """Formats whose group is part of their definition, and not of their name."""
+
+FP8 = ("fp8", "fp8_row")
+"""Formats of E4M3 codes, which are multiplied with floats."""
 
 FP8_TILE = 128
 """Rows that share a scale of fp8, as many as its group has columns."""
@@ -84,9 +90,10 @@ class Format:
     ``int8`` and ``int4`` are symmetric with fp16 scales, ``int4a`` has an fp16 minimum beside the scale.
     ``fp8`` is E4M3 with a float32 scale per 128 x 128, ``mxfp4`` E2M1 with an E8M0 scale per 32, ``nvfp4``
     E2M1 with an E4M3 scale per 16 and a float32 scale of the matrix. The others are those of checkpoints
-    (``kept_only``): ``int8a`` as int4a; ``int4z`` and ``int8z`` with an integer zero per group beside the
-    fp16 scale; the K and IQ types of GGUF with an integer scale, of some an integer minimum, per 16 or 32
-    and fp16 scales of these per 256. hetero/quant/k_formats.py has what each takes.
+    (``kept_only``): ``fp8_row`` as fp8 with a float32 scale per row; ``int8a`` as int4a; ``int4z`` and
+    ``int8z`` with an integer zero per group beside the fp16 scale; the K and IQ types of GGUF with an integer
+    scale, of some an integer minimum, per 16 or 32 and fp16 scales of these per 256.
+    hetero/quant/k_formats.py has what each takes.
     """
 
     name: str
@@ -133,11 +140,11 @@ class Format:
     @property
     def rounds_activations(self) -> bool:
         """Whether the exact kernels take activations as int8 in groups of 32."""
-        return self.quantised and self.name != "fp8"
+        return self.quantised and self.name not in FP8
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of a weight with its share of scales and minima, without padding."""
+        """Bits of a weight with its share of scales and minima, without padding and scales of whole rows."""
         if self.blocks:
             return 8 * _BLOCK_BYTES[self.name] / SUPER_GROUP
         kind = _KINDS[self.name]
@@ -161,7 +168,7 @@ def kept_formats() -> list[str]:
 
 def _spelled(*, kept_only: bool) -> list[str]:
     names = [name for name, kind in _KINDS.items() if kind.kept_only == kept_only]
-    plain = [name for name in names if not _KINDS[name].scale_bits]
+    plain = [name for name in names if not _KINDS[name].group and name not in _GROUPED]
     grouped = [f"{name} g{group}" for name in names if name in _GROUPED for group in GROUPS]
     return plain + grouped + [name for name in names if name in FIXED_GROUPS]
 
@@ -221,6 +228,7 @@ def block_bytes(fmt: Format, k: int) -> int:
     codes = k_pad * kind.bits * BLOCK_ROWS // 8
     scales = k_pad // fmt.group * BLOCK_ROWS * kind.scale_bits // 8 if fmt.group else 0
     extra = 4 if fmt.name == "nvfp4" else -(-k_pad // SUPER_GROUP) * 2 * BLOCK_ROWS * kind.super_scales
+    extra += BLOCK_ROWS * kind.row_bits // 8
     return -(-(codes + scales + extra) // 64) * 64
 
 

@@ -10,7 +10,7 @@ from hetero.formats import GROUPS, Format, parse_format
 
 _FP8_TILE = 128
 _PACKED = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
-_MODELOPT = {"NVFP4": "nvfp4", "FP8": "fp8"}
+_MODELOPT = {"NVFP4": "nvfp4", "FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8_row"}
 
 
 def kept_format(config: Mapping[str, Any]) -> Format | None:
@@ -54,8 +54,10 @@ def _compressed(told: Mapping[str, Any]) -> Format | None:
         return None
     if str(weights.get("type", "int")) != "int":
         strategy = weights.get("strategy")
-        if weights.get("num_bits") != 8 or strategy not in ("tensor", "block"):
+        if weights.get("num_bits") != 8 or strategy not in ("tensor", "channel", "block"):
             return None
+        if strategy == "channel":
+            return parse_format("fp8_row")
         return _fp8(weights.get("block_structure") if strategy == "block" else None)
     size = weights.get("group_size")
     return _integers(

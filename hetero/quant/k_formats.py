@@ -3,6 +3,7 @@
 What ``hetero.quant.pack`` does for them; the layout is described in cpu_ext/kernels.h. Shapes: G groups of k,
 S of 256 k. ``scales`` and ``extra`` are
 
+- fp8_row: float32 [n, 1]; E4M3 code * s
 - int8a: float16 [n, G] each, the extra minima: code * s + m
 - int4z, int8z: float16 [n, G]; extra uint8 [n, G], zeros: (code - zero) * s
 - iq4_nl: float16 [n, G]: table[code] * s
@@ -21,6 +22,7 @@ from torch import Tensor
 from hetero.core import InputError
 from hetero.formats import BLOCK_ROWS, SUPER_GROUP, Format
 from hetero.quant.iq_tables import FACTORS, TABLES, UNUSED
+from hetero.quant.small_floats import check_e4m3, from_e4m3
 
 Shape = tuple[int, ...]
 
@@ -34,11 +36,17 @@ _RANGES = {
     "q2_k": (0, 3, 0),
     "q3_k": (4, 11, 8),
     "q6_k": (96, 159, 128),
+    "fp8_row": (0, 254, 0),  # E4M3, of which 127 is no number either
 }
 _STORED_LESS = {"q3_k": 4, "q6_k": 96}  # packed codes are unsigned 3 and 6 bits
 MOST_SCALE = 63
 """Largest integer scale or minimum: 6 bits, so that products with fp16 and a code are exact in float32. Those
 with a sign reach down to -128, which is exact too. Of q6_k any int8 is: its codes have 5 bits and -32."""
+
+
+def by_row(fmt: Format) -> bool:
+    """Whether a whole row shares a float32 scale."""
+    return fmt.name == "fp8_row"
 
 
 def has_minimum(fmt: Format) -> bool:
@@ -64,6 +72,8 @@ def zero_code(fmt: Format) -> int:
 def shapes(fmt: Format, n: int, k: int) -> tuple[Shape, Shape | None]:
     """Shapes of the scales and of the extra."""
     groups, supers = -(-k // fmt.group), -(-k // SUPER_GROUP)
+    if by_row(fmt):
+        return (n, 1), None
     if fmt.super_scales:
         return (n, groups, 2) if has_minimum(fmt) else (n, groups), (n, supers, fmt.super_scales)
     return (n, groups), None if fmt.name == "iq4_nl" else (n, groups)
@@ -73,6 +83,8 @@ def dtypes(fmt: Format) -> tuple[torch.dtype, torch.dtype]:
     """Types of the scales and of the extra."""
     if fmt.super_scales:
         return torch.uint8, torch.float16
+    if by_row(fmt):
+        return torch.float32, torch.float32
     return torch.float16, torch.uint8 if fmt.name.endswith("z") else torch.float16
 
 
@@ -85,6 +97,8 @@ def extra_name(fmt: Format) -> str:
 
 def check_values(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None) -> None:
     """Raises InputError for codes and scales that the format does not have."""
+    if by_row(fmt):
+        return check_e4m3(fmt, codes, scales)
     if fmt.name in TABLES:
         known = torch.tensor([number != UNUSED for number in TABLES[fmt.name]] + [False] * 240)
         if not bool(known[codes.long()].all()):
@@ -144,7 +158,7 @@ def stored_codes(fmt: Format, codes: Tensor) -> Tensor:
 
 def side_bytes(fmt: Format, scales: Tensor, extra: Tensor | None, k_pad: int) -> Tensor:
     """What stands behind the codes: uint8 [blocks, bytes]."""
-    parts = [_by_block(scales, k_pad // fmt.group)]
+    parts = [_by_block(scales, 1 if by_row(fmt) else k_pad // fmt.group)]
     if extra is not None:
         parts.append(_by_block(extra, -(-k_pad // SUPER_GROUP) if fmt.super_scales else k_pad // fmt.group))
     return torch.cat(parts, 1)
@@ -154,6 +168,9 @@ def values(fmt: Format, blocks: Tensor, codes: Tensor, start: int) -> Tensor:
     """Float32 [n_pad, k_pad] of stored codes whose scales begin at byte ``start`` of each block."""
     k_pad = codes.shape[1]
     scale_type, extra_type = dtypes(fmt)
+    if by_row(fmt):
+        scales, _ = _from_blocks(blocks, start, 1, 1, scale_type)
+        return from_e4m3(codes) * scales[..., 0]
     scales, start = _from_blocks(blocks, start, k_pad // fmt.group, 2 if has_minimum(fmt) else 1, scale_type)
 
     def spread(of_group: Tensor, size: int = fmt.group) -> Tensor:

@@ -119,7 +119,6 @@ def check_codes(
 
 _SCALE_TYPES = {"fp8": torch.float32, "mxfp4": torch.uint8, "nvfp4": torch.uint8}
 _EXTRA_TYPES = {"nvfp4": torch.float32}
-_MOST_SCALE = 2.0**119  # the kernels multiply float32 scales by 256
 
 
 def _as_bytes(part: Tensor) -> Tensor:
@@ -139,15 +138,15 @@ def _check_values(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | No
     if fmt.kept_only:
         k_formats.check_values(fmt, codes, scales, extra)
     elif fmt.name == "fp8":
-        refuse((codes & 0x7F) == 0x7F, "a code is NaN (0x7f or 0xff)")
-        refuse(~(scales.abs() <= _MOST_SCALE), "a scale is not finite or too large")
+        small_floats.check_e4m3(fmt, codes, scales)
     elif fmt.name != "int8":
         refuse(codes > 15, "a code is above 15")
     if fmt.name == "mxfp4":
         refuse(scales == 255, "a scale is NaN (E8M0 255)")
     if fmt.name == "nvfp4" and extra is not None:
         refuse((scales & 0x7F) == 0x7F, "a scale is NaN (0x7f or 0xff)")
-        refuse(~(extra.abs() <= _MOST_SCALE), "the scale of the matrix is not finite or too large")
+        beyond = ~(extra.abs() <= small_floats.MOST_SCALE)
+        refuse(beyond, "the scale of the matrix is not finite or too large")
 
 
 def pack_codes(fmt: Format, codes: Tensor, scales: Tensor, extra: Tensor | None = None) -> Tensor:

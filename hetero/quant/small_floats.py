@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hetero.core import InputError
 from hetero.formats import FP8_TILE, Format
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -18,6 +19,9 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MOST_E4M3, MOST_E2M1 = 448.0, 6.0
 TINY_AMAX = 2.0**-100
 """Blocks of fp8 and matrices of nvfp4 whose largest magnitude is below this become zeros."""
+
+MOST_SCALE = 2.0**119
+"""Largest float32 scale of codes that are small floats: the kernels multiply it by 256."""
 
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # the second of each pair of codes is the even one
 
@@ -30,6 +34,14 @@ def to_e4m3(x: Tensor) -> Tensor:
 def from_e4m3(codes: Tensor) -> Tensor:
     """Float32 numbers of E4M3 codes (uint8)."""
     return codes.view(torch.float8_e4m3fn).float()
+
+
+def check_e4m3(fmt: Format, codes: Tensor, scales: Tensor) -> None:
+    """Raises InputError for a code that is no number, and a scale that kernels cannot take."""
+    if bool(((codes & 0x7F) == 0x7F).any()):
+        raise InputError(f"a code is NaN (0x7f or 0xff) for {fmt}")
+    if not bool((scales.abs() <= MOST_SCALE).all()):
+        raise InputError(f"a scale is not finite or too large for {fmt}")
 
 
 def to_e2m1(x: Tensor) -> Tensor:

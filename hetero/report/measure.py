@@ -14,7 +14,7 @@ import torch
 from hetero import cpu
 from hetero.core import ExpertSpec, MachineError
 from hetero.cpu import CpuExperts, Part
-from hetero.formats import Format, expert_bytes
+from hetero.formats import FP8, Format, expert_bytes
 from hetero.hw import memory
 from hetero.report.schema import ENOUGH_ROUNDS, Cell, Peak, Sample, Sweep, ThreadPoint, Weights
 
@@ -211,7 +211,7 @@ class Peaks:
     def of_kernel(self, kernel: str) -> str:
         """The instruction that a kernel spends its products on, by the kernel's name."""
         fmt, code, _ = kernel.split(".")
-        floats = fmt in ("f32", "bf16", "fp8")
+        floats = fmt in ("f32", "bf16", *FP8)
         if code.startswith("amx") and "twin" not in code:
             return "tdpbf16ps tmm" if fmt == "bf16" or "bf16" in code else "tdpbusd tmm"
         if code.startswith("avx512"):

@@ -7,7 +7,7 @@ import torch
 
 from hetero._cpu import kernels
 from hetero.core import ActKind
-from hetero.formats import BLOCK_ROWS, Format, kept_formats, padded_k, parse_format, valid_formats
+from hetero.formats import BLOCK_ROWS, FP8, Format, kept_formats, padded_k, parse_format, valid_formats
 from hetero.quant import k_formats
 from hetero.quant.iq_tables import TABLES as IQ_TABLES
 from hetero.quant.iq_tables import UNUSED
@@ -70,13 +70,13 @@ def quantised(x: Array) -> Array:
 
 def valid_codes(fmt: Format) -> list[int]:
     """Every code that stands for a number."""
+    if fmt.name in FP8:
+        return [code for code in range(256) if code & 0x7F != 0x7F]
     if fmt.name in IQ_TABLES:
         return [code for code, number in enumerate(IQ_TABLES[fmt.name]) if number != UNUSED]
     if fmt.kept_only:
         low, high = k_formats.code_range(fmt)
         return list(range(low, high + 1))
-    if fmt.name == "fp8":
-        return [code for code in range(256) if code & 0x7F != 0x7F]
     return list(range(256 if fmt.name == "int8" else 16))
 
 
@@ -95,6 +95,8 @@ def random_scales(
     """Scales near one, and the extra where the format has one, as ``pack_codes`` takes them."""
     shape, extra = code_shapes(fmt, n, k)
     values = torch.rand(shape, generator=generator).add(0.5)
+    if fmt.name == "fp8_row":
+        return values, None
     if fmt.kept_only:
         return _kept_scales(fmt, shape, extra, generator)
     if fmt.name == "fp8":

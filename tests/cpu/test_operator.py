@@ -56,7 +56,7 @@ def limit(fmt: str, tokens: int) -> float:
     """
     if tokens > 16:
         return 5e-6 if fmt == "f32" else 1e-2
-    return 5e-6 if fmt in ("f32", "bf16", "fp8") else 8e-3
+    return 5e-6 if fmt in ("f32", "bf16", "fp8", "fp8_row") else 8e-3
 
 
 def check(
@@ -626,7 +626,7 @@ BY_PART = [
     ("bf16", "int8 g64"),
     ("int4 g128", "f32"),
     ("fp8", "mxfp4"),
-    ("int4z g128", "fp8"),
+    ("int4z g128", "fp8_row"),
     ("iq2_xxs", "iq4_nl"),
 ]
 

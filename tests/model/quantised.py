@@ -102,10 +102,10 @@ def fp8_blocks(
     return make
 
 
-def fp8_rows(w: Tensor) -> Made:
+def fp8_rows(w: Tensor, *, flat: bool = False) -> Made:
     scales = (w.abs().amax(1, keepdim=True) / 448).to(torch.bfloat16)
     codes, values = fp8_codes(w / scales.double())
-    return {"weight": codes, "weight_scale": scales}, values * scales.double()
+    return {"weight": codes, "weight_scale": scales.flatten() if flat else scales}, values * scales.double()
 
 
 def fp8_whole(suffix: str, shape: tuple[int, ...], **others: Tensor) -> Callable[[Tensor], Made]:
@@ -308,7 +308,7 @@ SCHEMES: dict[str, Scheme] = {
         "int8z g128",
     ),
     "w8a8-fp8-rows": Scheme(
-        fp8_rows, _ct("float-quantized", {**_FP8, "strategy": "channel"}, {"dynamic": True}), None
+        fp8_rows, _ct("float-quantized", {**_FP8, "strategy": "channel"}, {"dynamic": True}), "fp8_row"
     ),
     "w8a8-fp8": Scheme(
         fp8_whole("weight_scale", (1,), input_scale=torch.ones(1)),
@@ -364,6 +364,11 @@ SCHEMES: dict[str, Scheme] = {
         {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
         "fp8",
         config_file="hf_quant_config.json",
+    ),
+    "modelopt-fp8-rows": Scheme(
+        lambda w: fp8_rows(w, flat=True),
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        "fp8_row",
     ),
 }
 """Schemes of checkpoints with one tensor per expert."""

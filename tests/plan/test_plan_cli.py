@@ -214,6 +214,7 @@ def test_sizes_for_people() -> None:
         ({"quant_method": "fp8", "weight_block_size": "odd"}, None),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "fp8_row"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, None),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4 g128"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, None),
@@ -222,7 +223,7 @@ def test_sizes_for_people() -> None:
         *(
             (
                 {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights}}},
-                "fp8" if strategy != "channel" else None,
+                "fp8" if strategy != "channel" else "fp8_row",
             )
             for strategy, block in (("tensor", None), ("block", [128, 128]), ("channel", None))
             for weights in ({"type": "float", "num_bits": 8, "strategy": strategy, "block_structure": block},)

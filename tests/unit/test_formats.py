@@ -102,6 +102,7 @@ def test_padding_counts() -> None:
     assert packed_bytes(int4, 17, 192) == 2 * block_bytes(int4, 192)
     assert block_bytes(parse_format("nvfp4"), 192) == 16 * 192 // 2 + 16 * 12 + 64  # 4 bytes of its scale
     assert block_bytes(parse_format("fp8"), 200) == 16 * 256 + 64
+    assert block_bytes(parse_format("fp8_row"), 4096) == 16 * 4096 + 64  # 16 scales, however long the rows
     assert block_bytes(parse_format("int4"), 32) == 16 * 32 // 2 + 64  # 32 bytes of scales, up to 64
 
 

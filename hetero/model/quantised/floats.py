@@ -32,8 +32,8 @@ class Fp8Matrix(Matrix):
         self.tile = tile
         if all(size % FP8_TILE == 0 or size >= full for size, full in zip(tile, shape, strict=True)):
             self.format = Format("fp8", FP8_TILE)
-        elif tile[0] == 1:
-            self.inexact = f"fp8 has a scale per {FP8_TILE} x {FP8_TILE} and not one per row"
+        elif tile == (1, shape[1]):
+            self.format = Format("fp8_row", FP8_TILE)
         else:
             self.inexact = f"fp8 has a scale per {FP8_TILE} x {FP8_TILE} and not per {tile[0]} x {tile[1]}"
 
@@ -45,7 +45,9 @@ class Fp8Matrix(Matrix):
         return self.part(0, index).float() * self._over(self._scales(index), (1, 1))
 
     def codes(self, index: int | None) -> Codes:
-        tiles = self._over(self._scales(index), (FP8_TILE, FP8_TILE))
+        assert self.format is not None
+        rows = self.format.name == "fp8_row"
+        tiles = self._scales(index) if rows else self._over(self._scales(index), (FP8_TILE, FP8_TILE))
         return Codes(self.part(0, index).view(torch.uint8), tiles.contiguous(), None)
 
     def _over(self, scales: Tensor, unit: tuple[int, int]) -> Tensor:

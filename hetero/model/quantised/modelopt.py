@@ -1,4 +1,4 @@
-"""ModelOpt's checkpoints: NVFP4 (``weight_scale``, ``weight_scale_2``) and FP8 (one scale a matrix)."""
+"""ModelOpt's checkpoints: NVFP4 (``weight_scale``, ``weight_scale_2``) and FP8 (a scale a matrix or row)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hetero.core import InputError
 from hetero.model.quantised.base import Finder
 from hetero.model.quantised.floats import Fp8Matrix, Nvfp4Matrix
 
-_ALGORITHMS = ("NVFP4", "FP8", "MIXED_PRECISION")
+_BY_ROW = "FP8_PER_CHANNEL_PER_TOKEN"
+_ALGORITHMS = ("NVFP4", "FP8", _BY_ROW, "MIXED_PRECISION")
 _SIDES = (".weight_scale", ".weight_scale_2")
 
 
@@ -29,14 +30,16 @@ def find(found: Finder, config: Mapping[str, Any]) -> None:
         add_nvfp4(found, weight, (weight, scale, whole), info.shape)
     for name in found.ending(".weight", ("F8_E4M3",)):
         weight, scale = f"{name}.weight", f"{name}.weight_scale"
-        info = found.info(weight)
         scales = found.companion(weight, scale, ("F32", "BF16", "F16"))
-        if scales.shape not in ((), (1,)) or len(info.shape) != 2:
+        n, k = found.matrix(weight)
+        by_row = algorithm in (_BY_ROW, "MIXED_PRECISION") and scales.shape in ((n,), (n, 1))
+        if not by_row and (scales.shape not in ((), (1,)) or algorithm == _BY_ROW):
+            wanted = "one scale a row" if algorithm == _BY_ROW else "one scale a matrix"
             raise InputError(
-                f"{scales.file}: tensor {scale} has shape {list(scales.shape)}; expected one scale a matrix"
+                f"{scales.file}: tensor {scale} has shape {list(scales.shape)}; expected {wanted}"
             )
-        shape = (info.shape[0], info.shape[1])
-        found.add(Fp8Matrix(found.raw, weight, (weight, scale), shape, tile=shape))
+        tile = (1, k) if by_row else (n, k)
+        found.add(Fp8Matrix(found.raw, weight, (weight, scale), (n, k), tile=tile))
     if found.drop(r"\.(?:input_scale|[kv]_scale|output_scale)"):
         found.notes.append(
             "the checkpoint's scales of activations are not used: activations stay as they are"
