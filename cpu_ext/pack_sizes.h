@@ -21,6 +21,8 @@ inline int64_t numbers(const Traits& t) { return t.beside == Beside::kSuperMinim
 // Bytes of such a number.
 inline int64_t number_bytes(const Traits& t) { return t.scale == Scale::kHalf ? 2 : 1; }
 
+inline bool small_float(const Layout& layout) { return layout.format >= kFp8 && layout.format <= kNvfp4; }
+
 inline int64_t scale_bytes(const Layout& layout) {
   const Traits& t = kTraits[layout.format];
   if (t.scale == Scale::kNone) return 0;
