@@ -281,20 +281,20 @@ NB_MODULE(_cpu, m) {
              int32_t down_group, int64_t experts, int64_t hidden, int64_t intermediate, bool bias,
              int32_t kind, bool gate, float alpha, float gate_max, float up_limit, float act_max,
              float up_offset, int32_t spread, const std::vector<int>& nodes, int only, const Stored& stored,
-             const Stored& down_stored) {
+             const Stored& down_stored, bool ordered) {
             const Act act = {kind, gate, alpha, gate_max, up_limit, act_max, up_offset};
             const auto store = [](const Stored& s) {
               return ggml_store(std::get<0>(s), std::get<1>(s), std::get<2>(s));
             };
             new (self) Experts({experts, hidden, intermediate, format, group, down_format, down_group, bias,
-                                act, store(stored), store(down_stored)},
+                                act, store(stored), store(down_stored), ordered},
                                {static_cast<Spread>(spread), nodes, only}, choose_isa(isa));
           },
           nb::arg("isa"), nb::arg("format"), nb::arg("group"), nb::arg("down_format"), nb::arg("down_group"),
           nb::arg("experts"), nb::arg("hidden"), nb::arg("intermediate"), nb::arg("bias"), nb::arg("kind"),
           nb::arg("gate"), nb::arg("alpha"), nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("act_max"),
           nb::arg("up_offset"), nb::arg("spread"), nb::arg("nodes"), nb::arg("only"), nb::arg("stored"),
-          nb::arg("down_stored"))
+          nb::arg("down_stored"), nb::arg("ordered"))
       .def("set_isa",
            [](Experts& e, const std::string& isa) {
              const IsaChoice choice = choose_isa(isa);
@@ -362,6 +362,12 @@ NB_MODULE(_cpu, m) {
              e.weights().put(*own->pool, expert, static_cast<Weights::Part>(part), address<void>(data),
                              static_cast<DType>(type), rows, cols);
            })
+      .def("put_order",
+           [](Experts& e, int64_t expert, uintptr_t order) {
+             nb::gil_scoped_release release;
+             const Held own;
+             e.weights().put_order(expert, address<int32_t>(order));
+           })
       .def("put_codes",
            [](Experts& e, int64_t expert, int32_t part, uintptr_t codes, uintptr_t scales, uintptr_t extra) {
              nb::gil_scoped_release release;
@@ -428,23 +434,24 @@ NB_MODULE(_cpu, m) {
         e.down(context(), address<void>(h), static_cast<DType>(type),
                {address<void>(ids), wide, tokens, slots}, reinterpret_cast<float*>(out));
       });
-  m.def("experts_bytes",
-        [](int32_t format, int32_t group, int32_t down_format, int32_t down_group, int64_t experts,
-           int64_t hidden, int64_t intermediate, bool bias, bool gate, int32_t stored, int32_t down_stored) {
-          Act act = {};
-          act.has_gate = gate;
-          return experts * Weights::expert_bytes({experts,
-                                                  hidden,
-                                                  intermediate,
-                                                  format,
-                                                  group,
-                                                  down_format,
-                                                  down_group,
-                                                  bias,
-                                                  act,
-                                                  {ggml_type(stored), {}, {}},
-                                                  {ggml_type(down_stored), {}, {}}});
-        });
+  m.def("experts_bytes", [](int32_t format, int32_t group, int32_t down_format, int32_t down_group,
+                            int64_t experts, int64_t hidden, int64_t intermediate, bool bias, bool gate,
+                            int32_t stored, int32_t down_stored, bool ordered) {
+    Act act = {};
+    act.has_gate = gate;
+    return experts * Weights::expert_bytes({experts,
+                                            hidden,
+                                            intermediate,
+                                            format,
+                                            group,
+                                            down_format,
+                                            down_group,
+                                            bias,
+                                            act,
+                                            {ggml_type(stored), {}, {}},
+                                            {ggml_type(down_stored), {}, {}},
+                                            ordered});
+  });
   // A checksum of 64 bits; it runs at the speed of memory.
   m.def("checksum", [](uintptr_t data, int64_t bytes) {
     nb::gil_scoped_release release;

@@ -171,9 +171,10 @@ bool make_layout(int32_t format, int32_t group, int64_t n, int64_t k, Layout* la
   return true;
 }
 
-int64_t expert_bytes(const Layout& up, const Layout& down, bool has_gate, bool has_bias) {
+int64_t expert_bytes(const Layout& up, const Layout& down, bool has_gate, bool has_bias, bool ordered) {
   int64_t bytes = packed_bytes(up) * (has_gate ? 2 : 1) + packed_bytes(down);
   if (has_bias) bytes += 4 * (up.n * (has_gate ? 2 : 1) + down.n);
+  if (ordered) bytes += 4 * up.k;
   return (bytes + 63) / 64 * 64;
 }
 

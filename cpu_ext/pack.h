@@ -29,7 +29,7 @@ inline int64_t packed_bytes(const Layout& layout) { return block_count(layout) *
 
 // One expert: [gate block][up block] interleaved (up alone without a gate), then the down blocks, then
 // float32 biases (gate, up, down) where it has them; a multiple of 64.
-int64_t expert_bytes(const Layout& up, const Layout& down, bool has_gate, bool has_bias);
+int64_t expert_bytes(const Layout& up, const Layout& down, bool has_gate, bool has_bias, bool ordered);
 
 // What packing a block must know of other blocks: the scales of fp8, by block and 128 k, and the scale of the
 // matrix of nvfp4, by block. First every block is measured into its part of `shared` (shared_per_block floats

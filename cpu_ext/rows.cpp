@@ -44,6 +44,21 @@ void widen(const void* src, DType type, int64_t n, int64_t stride, float* dst) {
   }
 }
 
+void widen_in_order(const void* src, DType type, const int32_t* order, int64_t n, float* dst) {
+  const float* floats = static_cast<const float*>(src);
+  const uint16_t* halves = static_cast<const uint16_t*>(src);
+  for (int64_t i = 0; i < n; ++i) {
+    if (type == DType::kF32) {
+      dst[i] = floats[order[i]];
+    } else if (type == DType::kBf16) {
+      const uint32_t bits = static_cast<uint32_t>(halves[order[i]]) << 16;
+      std::memcpy(dst + i, &bits, 4);
+    } else {
+      dst[i] = f16_to_f32(halves[order[i]]);
+    }
+  }
+}
+
 size_t RowStore::bytes(RowForm form, int64_t rows, int64_t k_pad) {
   const size_t n = static_cast<size_t>(rows), k = static_cast<size_t>(k_pad);
   size_t total = 0;

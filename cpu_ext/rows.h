@@ -17,6 +17,9 @@ inline size_t element_bytes(DType type) { return type == DType::kF32 ? 4 : 2; }
 // dst[i] = src[i * stride] in float32.
 void widen(const void* src, DType type, int64_t n, int64_t stride, float* dst);
 
+// dst[i] = src[order[i]] in float32.
+void widen_in_order(const void* src, DType type, const int32_t* order, int64_t n, float* dst);
+
 // What the kernels of a step read: int8 codes with their scales and sums, floats, bf16.
 struct RowForm {
   bool codes, floats, halves;

@@ -1,6 +1,7 @@
 // One step of the operator: grouping by expert, the phases, and the work of a chunk.
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "moe.h"
@@ -32,7 +33,8 @@ struct Step {
                   takes_codes(down.format)},
         ctx(context),
         ws(context.workspace),
-        mode(step_mode) {}
+        mode(step_mode),
+        by_position(experts.config_.ordered && step_mode != Mode::kDown && step_mode != Mode::kSum) {}
 
   // The projections into the experts (gate and up), or out of them: their weights, kernels, and the form of
   // the rows that they read.
@@ -52,6 +54,7 @@ struct Step {
   Context& ctx;
   Workspace& ws;
   const Mode mode;
+  const bool by_position;  // each expert's inputs are in its own order, so that every pair has a row of xs
   bool exact = false;
   bool in_place = false;  // the input is the store's f32
 
@@ -62,7 +65,7 @@ struct Step {
   const float* weights = nullptr;
   float* out = nullptr;
 
-  RowStore xs, hs;     // inputs by token (by pair for Mode::kDown); hidden rows by position
+  RowStore xs, hs;     // inputs by token (by pair for Mode::kDown; `by_position`); hidden rows by position
   float* y = nullptr;  // results of down by position - wave_begin, ldy columns each
   int64_t ldy = 0, wave_begin = 0, wave_end = 0;
   int64_t strip = 1;  // blocks of a strip of down
@@ -154,11 +157,15 @@ struct Step {
   // -- input
 
   void input_row(int64_t row, float* tmp) {
-    const uint8_t* src = x + static_cast<size_t>(row * k_in) * element_bytes(type);
+    const int64_t from = by_position ? ws.order[static_cast<size_t>(row)] / slots : row;
+    const uint8_t* src = x + static_cast<size_t>(from * k_in) * element_bytes(type);
     const int64_t k_pad = xs.k_pad;
     const RowForm form = in_side().form;
     const float* values = reinterpret_cast<const float*>(src);
-    if (type != DType::kF32) {
+    if (by_position) {
+      widen_in_order(src, type, store.order(expert_at(row)), k_in, tmp);
+      values = tmp;
+    } else if (type != DType::kF32) {
       widen(src, type, k_in, 1, tmp);
       values = tmp;
     }
@@ -172,6 +179,13 @@ struct Step {
       std::fill(xs.f32 + row * k_pad + k_in, xs.f32 + (row + 1) * k_pad, 0.0f);
     }
     if (form.halves) op.isa_.table->round(values, k_in, k_pad, xs.bf16 + row * k_pad);
+  }
+
+  // The expert of a position.
+  int64_t expert_at(int64_t position) const {
+    const auto after = std::upper_bound(ws.groups.begin(), ws.groups.end(), position,
+                                        [](int64_t at, const Workspace::Group& g) { return at < g.first; });
+    return std::prev(after)->expert;
   }
 
   static void input_phase(void* self, int64_t chunk, int thread) {
@@ -288,6 +302,7 @@ struct Step {
   }
 
   int64_t source(const Workspace::Group& g, int64_t row) const {
+    if (by_position) return g.first + row;
     const int64_t pair = ws.order[static_cast<size_t>(g.first + row)];
     return mode == Mode::kDown ? pair : pair / slots;
   }
@@ -537,10 +552,10 @@ struct Step {
     if (makes_hidden) down_side.form = form_of_groups(down_side);
     const RowForm form = in_side().form, h_form = down_side.form;
     const int64_t hidden = op.config_.hidden, pairs = tokens * slots;
-    x_rows = mode == Mode::kDown ? pairs : tokens;
+    x_rows = by_position ? pairs_kept : mode == Mode::kDown ? pairs : tokens;
     k_in = in_layout().k;
     const int64_t k_pad = in_layout().k_pad, blocks = down.n_pad / kBlockRows;
-    in_place = form.floats && type == DType::kF32 && k_in == k_pad;
+    in_place = form.floats && type == DType::kF32 && k_in == k_pad && !by_position;
     const RowForm x_form = {form.codes, form.floats && !in_place, form.halves};
     const bool reads_input = x_form.codes || x_form.floats || x_form.halves;
     const bool strips = mode == Mode::kWhole && exact;
@@ -642,8 +657,8 @@ void Experts::run(Context& context, Mode mode, const void* x, DType type, const 
     return static_cast<int64_t>(RowStore::bytes({quantised, !quantised, true}, 1, layout.k_pad));
   };
   const int64_t up_row = most_bytes(weights_.up_layout()), down_row = most_bytes(weights_.down_layout());
-  const int64_t per_token =
-      (mode == Mode::kDown ? 0 : up_row) + (mode == Mode::kGateUp ? 0 : slots * down_row);
+  const int64_t up_rows = mode == Mode::kDown ? 0 : config_.ordered ? slots : 1;
+  const int64_t per_token = up_rows * up_row + (mode == Mode::kGateUp ? 0 : slots * down_row);
   const int64_t most = std::max<int64_t>(1, context.tuning.store_bytes / std::max<int64_t>(1, per_token));
   const int64_t passes = ceil_div(routing.tokens, most);
   for (int64_t pass = 0; pass < passes; ++pass) {

@@ -46,6 +46,11 @@ int64_t bias_bytes(const ExpertsConfig& c, int mats) {
   return c.has_bias ? (c.intermediate * mats + c.hidden) * static_cast<int64_t>(sizeof(float)) : 0;
 }
 
+// What stands behind the blocks of a whole expert: biases, then the order of the inputs.
+int64_t tail_bytes(const ExpertsConfig& c, int mats) {
+  return bias_bytes(c, mats) + (c.ordered ? c.hidden * static_cast<int64_t>(sizeof(int32_t)) : 0);
+}
+
 // Appends the limits of `parts` shares of `total`; the larger shares begin at part `first`, cyclically.
 void add_shares(int64_t total, int parts, int first, std::vector<int64_t>* begins) {
   int64_t at = 0;
@@ -89,7 +94,7 @@ Weights::Weights(const ExpertsConfig& config, const Placement& placement)
 }
 
 int64_t Weights::expert_bytes(const ExpertsConfig& c) {
-  return hetero::expert_bytes(layout_of_up(c), layout_of_down(c), c.act.has_gate != 0, c.has_bias);
+  return hetero::expert_bytes(layout_of_up(c), layout_of_down(c), c.act.has_gate != 0, c.has_bias, c.ordered);
 }
 
 int64_t Weights::nbytes() const {
@@ -114,7 +119,7 @@ int64_t Weights::bias_offset(int64_t expert) const {
 int64_t Weights::part_bytes(int64_t expert, int part) const {
   const int64_t blocks =
       up_bytes(expert, part) + (down_begin(part + 1) - down_begin(part)) * down_.block_bytes;
-  return round_up(blocks + (part == 0 ? bias_bytes(config_, mats_) : 0), 64);
+  return round_up(blocks + (part == 0 ? tail_bytes(config_, mats_) : 0), 64);
 }
 
 int Weights::part_of(int64_t expert, bool down, int64_t block) const {
@@ -138,6 +143,22 @@ uint8_t* Weights::block_at(int64_t expert, Part part, int64_t block, int copy) c
   if (part == kDown) return const_cast<uint8_t*>(down_block(expert, owner, arena, block));
   const uint8_t* pair = up_block(expert, owner, arena, block);
   return const_cast<uint8_t*>(pair) + (part == kUp ? (mats_ - 1) * up_.block_bytes : 0);
+}
+
+const int32_t* Weights::order(int64_t expert) const {
+  if (!config_.ordered) return nullptr;
+  return reinterpret_cast<const int32_t*>(base(expert, 0) + bias_offset(expert) + bias_bytes(config_, mats_));
+}
+
+void Weights::put_order(int64_t expert, const int32_t* order) {
+  if (!config_.ordered) throw std::invalid_argument("these experts take their inputs in order");
+  std::vector<bool> seen(static_cast<size_t>(config_.hidden));
+  for (int64_t i = 0; i < config_.hidden; ++i) {
+    if (order[i] < 0 || order[i] >= config_.hidden || seen[static_cast<size_t>(order[i])])
+      throw std::invalid_argument("no order: each input must be named once");
+    seen[static_cast<size_t>(order[i])] = true;
+  }
+  std::memcpy(const_cast<int32_t*>(this->order(expert)), order, static_cast<size_t>(config_.hidden) * 4);
 }
 
 void Weights::put(Pool& pool, int64_t expert, Part part, const void* data, DType type, int64_t row_stride,
@@ -282,12 +303,12 @@ void Weights::each_piece(int64_t expert, int copy, Piece piece) const {
           (down_begin(part + 1) - down_begin(part)) * down_.block_bytes);
   }
   piece(downs + block_count(down_) * down_.block_bytes, base(expert, copy) + bias_offset(expert),
-        bias_bytes(config_, mats_));
+        tail_bytes(config_, mats_));
 }
 
 int64_t Weights::whole_bytes() const {
   return round_up(block_count(up_) * mats_ * up_.block_bytes + block_count(down_) * down_.block_bytes +
-                      bias_bytes(config_, mats_),
+                      tail_bytes(config_, mats_),
                   64);
 }
 

@@ -21,6 +21,7 @@ struct ExpertsConfig {
   bool has_bias;
   Act act;
   GgmlStore stored = {}, down_stored = {};  // whether gate and up, down, stay in the blocks of their file
+  bool ordered = false;                     // whether each expert takes its inputs in an order of its own
 };
 
 enum class Spread : int32_t {
@@ -44,8 +45,9 @@ constexpr int64_t kUnit = 32;  // outputs of gate and up that go together: a gro
 // the nodes differ by at most one unit and one block; which nodes get the odd units rotates with the expert.
 //
 // A part is what one arena holds of an expert: [gate block][up block] of its units, its down blocks, and in
-// part 0 the biases. Without a split part 0 is the whole expert in the layout of kernels.h, and experts begin
-// at pages, so that files which hold them alike can be read into the arena without a copy.
+// part 0 the biases and the order of its inputs. Without a split part 0 is the whole expert in the layout of
+// kernels.h, and experts begin at pages, so that files which hold them alike can be read into the arena
+// without a copy.
 class Weights {
  public:
   enum Part : int32_t {
@@ -55,7 +57,8 @@ class Weights {
     kGateBias = 3,
     kUpBias = 4,
     kDownBias = 5,
-    kParts = 6
+    kOrder = 6,
+    kParts = 7
   };
 
   // Throws std::invalid_argument for a format and shape that do not exist, std::bad_alloc when the system
@@ -94,6 +97,8 @@ class Weights {
     return base(expert, arena) + up_bytes(expert, part) + (block - down_begin(part)) * down_.block_bytes;
   }
   const float* bias(int64_t expert, Part part) const;
+  // hidden numbers of inputs: column j of gate and up belongs to input order[j]. nullptr: they are in order.
+  const int32_t* order(int64_t expert) const;
   // Bytes of a part, and where they begin in an arena.
   int64_t part_bytes(int64_t expert, int part) const;
   const uint8_t* part_data(int64_t expert, int arena) const { return base(expert, arena); }
@@ -102,6 +107,8 @@ class Weights {
   // Throws std::invalid_argument when the part cannot be packed.
   void put(Pool& pool, int64_t expert, Part part, const void* data, DType type, int64_t row_stride,
            int64_t col_stride);
+  // Gives an expert the order of its inputs, hidden numbers of which each is one of [0, hidden) once.
+  void put_order(int64_t expert, const int32_t* order);
   // Packs a matrix that is quantised already, without changing a value.
   void put_codes(Pool& pool, int64_t expert, Part part, const Quantised& q);
   // The same from blocks of a ggml type whose values the part's format keeps.

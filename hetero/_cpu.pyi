@@ -31,6 +31,7 @@ def experts_bytes(
     gate: bool,
     stored: int,
     down_stored: int,
+    ordered: bool,
 ) -> int: ...
 
 class Experts:
@@ -57,6 +58,7 @@ class Experts:
         only: int,
         stored: tuple[int, Any, Any],
         down_stored: tuple[int, Any, Any],
+        ordered: bool,
     ) -> None: ...
     def set_isa(self, isa: str, /) -> None: ...
     def set_plan(
@@ -80,6 +82,7 @@ class Experts:
     @property
     def address(self) -> int: ...
     def put(self, expert: int, part: int, data: int, type: int, rows: int, cols: int, /) -> None: ...
+    def put_order(self, expert: int, order: int, /) -> None: ...
     def put_codes(self, expert: int, part: int, codes: int, scales: int, extra: int, /) -> None: ...
     def put_ggml(
         self, expert: int, part: int, type: int, data: Any, /, *, grid: Any, numbers: Any

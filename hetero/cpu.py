@@ -68,7 +68,7 @@ __all__ = [
 
 log = logging.getLogger("hetero.cpu")
 
-Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
+Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias", "order"]
 
 WORKSPACE_BYTES = 256 * 2**20
 """What a step's workspace takes at most, shared by all experts of the process."""
@@ -76,7 +76,7 @@ WORKSPACE_BYTES = 256 * 2**20
 MOST_ROWS = 2**62
 """In a band: any number of rows."""
 
-_PARTS: tuple[Part, ...] = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+_PARTS: tuple[Part, ...] = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias", "order")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _KINDS = {kind: number for number, kind in enumerate(ActKind)}  # the order of cpu_ext/kernels.h
 _IDS = {torch.int64: True, torch.int32: False}
@@ -101,7 +101,8 @@ def _warn_unbound(error: int) -> None:
 class CpuExperts:
     """Packed experts of one MoE block, and the operator over them.
 
-    Gate and up are in ``fmt``, down in ``down_format`` where that is another.
+    Gate and up are in ``fmt``, down in ``down_format`` where that is another; both are ``ordered``, or
+    neither.
     ``threads`` sets the pool of the whole process. ``numa`` is "off", "split", "replicate" or "node N", see
     ``hw.placement.place``; where the kernel refuses to bind memory to nodes the experts work all the same,
     and one warning says so. Raises MachineError when memory or the instruction set is lacking, InputError for
@@ -121,6 +122,8 @@ class CpuExperts:
         self.spec = spec
         self.format = fmt
         self.down_format = down_format or fmt
+        if self.down_format.ordered != fmt.ordered:
+            raise InputError(f"experts in {self._formats}: both are in an order of their own, or neither")
         self.isa = pick_isa(isa)
         if threads is not None:
             set_threads(threads)
@@ -160,6 +163,7 @@ class CpuExperts:
                 only=where.only,
                 stored=_stored(fmt),
                 down_stored=_stored(self.down_format),
+                ordered=fmt.ordered,
             )
         except MemoryError:
             have = memory.available()
@@ -170,7 +174,7 @@ class CpuExperts:
         if error := self._experts.bind_error():
             _warn_unbound(error)
         self._choose_kernels()
-        self._parts = [p for p in _PARTS if _has_part(spec, p)]
+        self._parts = [p for p in _PARTS if _has_part(spec, p, fmt)]
         self._put: set[tuple[int, Part]] = set()
         _live.add(self)
 
@@ -198,11 +202,15 @@ class CpuExperts:
 
     def put(self, expert: int, part: Part, tensor: Tensor) -> None:
         """Pack a matrix [N, K] (gate, up: [intermediate, hidden]; down: [hidden, intermediate]) or bias [N].
+        An expert's "order" is int32 [hidden]: column j of its gate and up belongs to input order[j].
 
         ``tensor``: float32, bfloat16 or float16 on the CPU, any strides. Raises InputError on another shape
         or type, a part that the spec lacks or that was put before, a weight that the format cannot hold.
         """
         what = self._check_part(expert, part, tensor)
+        if part == "order":
+            self._put_order(expert, tensor, what)
+            return
         if tensor.dtype not in _DTYPES or tensor.device.type != "cpu":
             raise InputError(
                 f"{what}: {tensor.dtype} on {tensor.device}, must be float32, bfloat16 or float16 on the CPU"
@@ -216,6 +224,16 @@ class CpuExperts:
             raise InputError(f"{what} in {self.format_of(part)}: {error}") from None
         self._put.add((expert, part))
 
+    def _put_order(self, expert: int, order: Tensor, what: str) -> None:
+        if order.dtype != torch.int32 or order.device.type != "cpu":
+            raise InputError(f"{what}: {order.dtype} on {order.device}, must be int32 on the CPU")
+        order = order.contiguous()
+        try:
+            self._experts.put_order(expert, order.data_ptr())
+        except ValueError as error:
+            raise InputError(f"{what}: {error}") from None
+        self._put.add((expert, "order"))
+
     def put_codes(
         self, expert: int, part: Part, codes: Tensor, scales: Tensor, extra: Tensor | None = None
     ) -> None:
@@ -225,11 +243,11 @@ class CpuExperts:
         InputError on other types or shapes, codes that are not numbers, or a part that cannot come now.
         """
         what = self._check_part(expert, part, codes)
-        if part.endswith("_bias"):
-            raise InputError(f"{what}: a bias has no codes")
+        if part not in ("gate", "up", "down"):
+            raise InputError(f"{what}: no matrix, which alone has codes")
         try:
             # The extension looks at the values itself, many times faster.
-            stored = check_codes(self.format_of(part), codes, scales, extra, values=False)
+            stored = check_codes(self.format_of(part).packed, codes, scales, extra, values=False)
             self._experts.put_codes(
                 expert,
                 _PARTS.index(part),
@@ -250,12 +268,12 @@ class CpuExperts:
         type, another number of bytes, a scale that is NaN or infinite, or a part that cannot come now.
         """
         what = self._check_place(expert, part)
-        if part.endswith("_bias"):
-            raise InputError(f"{what}: a bias is no matrix of blocks")
+        if part not in ("gate", "up", "down"):
+            raise InputError(f"{what}: no matrix of blocks")
         try:
             kind = ggml_type(type_name)
             fmt = self.format_of(part)
-            if kind.format not in (None, fmt.packed):
+            if kind.format not in (None, fmt.packed) or fmt.ordered:
                 raise InputError(f"{kind.name} is kept by {kind.format}, these weights are {fmt}")
             n, k = _part_shape(self.spec, part)
             raw, number = checked_bytes(kind, data, n, k), _PARTS.index(part)
@@ -586,6 +604,7 @@ def packed_nbytes(spec: ExpertSpec, fmt: Format, down_format: Format | None = No
             spec.has_gate,
             _stored(fmt)[0],
             _stored(down)[0],
+            fmt.ordered,
         )
     except ValueError as error:
         raise InputError(f"experts of {spec.hidden} x {spec.intermediate} in {fmt}: {error}") from None
@@ -600,13 +619,17 @@ def _stored(fmt: Format) -> tuple[int, Any, Any]:
     return kind.number, of_kind["grid"], of_kind["numbers"]
 
 
-def _has_part(spec: ExpertSpec, part: Part) -> bool:
+def _has_part(spec: ExpertSpec, part: Part, fmt: Format) -> bool:
+    if part == "order":
+        return fmt.ordered
     if part.endswith("_bias") and not spec.has_bias:
         return False
     return spec.has_gate or not part.startswith("gate")
 
 
 def _part_shape(spec: ExpertSpec, part: Part) -> tuple[int, ...]:
+    if part == "order":
+        return (spec.hidden,)
     if part.endswith("_bias"):
         return (spec.hidden if part == "down_bias" else spec.intermediate,)
     return (spec.hidden, spec.intermediate) if part == "down" else (spec.intermediate, spec.hidden)

@@ -79,6 +79,9 @@ FP8_TILE = 128
 _BLOCK_BYTES = {"q2_k": 84, "iq2_xxs": 66, "iq2_xs": 74, "iq2_s": 82, "iq1_s": 50, "iq1_m": 56}
 """GGUF types of 1 and 2 bits, which take more memory packed: bytes of their blocks of ``SUPER_GROUP``."""
 
+_ORDERED = ("int4", "int8", "int4z", "int8z")
+"""Formats of checkpoints whose groups may be of columns that are no neighbours."""
+
 _GROUPED = tuple(name for name, kind in _KINDS.items() if kind.scale_bits and not kind.group)
 _PATTERN = re.compile(r"^\s*([a-z0-9_]+?)(?:[\s_-]*g(\d+))?\s*$")
 
@@ -101,11 +104,16 @@ class Format:
     blocks: bool = False
     """Whether weights stay in the blocks of their GGUF file in memory and are packed in every step that uses
     them: as few bytes as in the file, and slower. See ``in_blocks``."""
+    ordered: bool = False
+    """Whether columns stand by their groups: those of gate and up in an order that each expert has beside its
+    weights, int32 [hidden], and by which it takes its inputs; those of down in one that the rows of gate and
+    up follow. Gate, up and down have it together."""
 
     def __str__(self) -> str:
         if self.blocks:
             return f"{self.name} blocks"
-        return f"{self.name} g{self.group}" if self.name in _GROUPED else self.name
+        text = f"{self.name} g{self.group}" if self.name in _GROUPED else self.name
+        return f"{text} ordered" if self.ordered else text
 
     @property
     def packed(self) -> Format:
@@ -125,7 +133,7 @@ class Format:
     @property
     def kept_only(self) -> bool:
         """Whether only weights that are quantised so already can be stored: there is no packing of floats."""
-        return _KINDS[self.name].kept_only
+        return self.ordered or _KINDS[self.name].kept_only
 
     @property
     def code_bits(self) -> int:
@@ -178,6 +186,11 @@ def in_blocks(fmt: Format) -> Format:
     return Format(fmt.name, fmt.group, blocks=True) if fmt.name in _BLOCK_BYTES else fmt
 
 
+def in_order(fmt: Format) -> Format:
+    """The same weights with columns that stand by their groups, see ``Format.ordered``."""
+    return Format(fmt.name, fmt.group, ordered=True)
+
+
 def parse_format(text: str) -> Format:
     """``"int8"``, ``"int4 g128"``, ``"int8_g64"``, ``"bf16"`` ... as a Format; the group is 32 by default.
 
@@ -186,6 +199,8 @@ def parse_format(text: str) -> Format:
     first, _, rest = text.strip().lower().partition(" ")
     if rest == "blocks" and first in _BLOCK_BYTES:
         return in_blocks(Format(first, FIXED_GROUPS[first]))
+    if rest.endswith("ordered") and first in _ORDERED:
+        return in_order(parse_format(f"{first} {rest.removesuffix('ordered')}"))
     match = _PATTERN.match(text.lower())
     if match and match[1] in CODES:
         name, group = match[1], match[2]
@@ -246,7 +261,8 @@ def expert_bytes(
     has_bias: bool,
     down_format: Format | None = None,
 ) -> int:
-    """Bytes of one expert in an arena: gate and up, down, float32 biases; a multiple of 64.
+    """Bytes of one expert in an arena: gate and up, down, float32 biases, the order of its inputs where the
+    format has one; a multiple of 64.
 
     ``down_format``: of the down projection where it is another.
     """
@@ -255,4 +271,6 @@ def expert_bytes(
     total += packed_bytes(down_format or fmt, hidden, intermediate)
     if has_bias:
         total += 4 * (projections * intermediate + hidden)
+    if fmt.ordered:
+        total += 4 * hidden
     return -(-total // 64) * 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -223,7 +223,7 @@ class _Loading:
             return False
         for part in parts:
             wanted = sink.format_of(part)
-            if wanted is None or sources[part].format != wanted.packed:
+            if wanted is None or sources[part].format != replace(wanted, blocks=False):
                 return False
         if all(sources[part].ggml for part in parts) and hasattr(sink, "put_ggml"):
             self._put_blocks(experts, expert, parts)
@@ -241,9 +241,12 @@ class _Loading:
                     return False
                 info = self.checkpoint.tensors[piece.name]
                 self._count(info.nbytes if piece.index is None else info.nbytes // info.shape[0])
-            read.append((part, sources[part].cut(self.last[1], piece)))
+            read.append((part, sources[part].cut(self.last[1], expert)))
         for part, codes in read:
             sink.put_codes(expert, part, *codes)
+        columns = sources["up"].columns_of if "up" in parts else None
+        if columns is not None:
+            sink.put(expert, "order", columns(expert))
         return True
 
     def _put_blocks(self, experts: str, expert: int, parts: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ from hetero.core import InputError
 from hetero.model.build import is_experts
 from hetero.model.convert import Layout, convert, convert_expert, is_expertwise, per_expert_sources
 from hetero.model.names import NameMap, Target, map_names
-from hetero.model.pieces import PARTS, Found, PartSource, of_source, trace
+from hetero.model.pieces import PARTS, Found, PartSource, follow_orders, of_source, trace
 from hetero.model.source import Source, unsupported_dtype
 
 
@@ -170,6 +170,8 @@ def _find_parts(plan: LoadPlan, model: Any, source: Source) -> None:
         plan.dtypes[name] = {info.dtype for info in infos}
         plan.quantised[name] = any(info.format is not None or info.inexact for info in infos)
     for name in plan.experts:
+        biases = bool(model.get_submodule(name).has_bias)
+        plan.parts[name] = follow_orders(plan.parts[name], plan.counts[name], source, has_bias=biases)
         plan.quantised.setdefault(name, False)
         plan.dtypes.setdefault(name, set())
 

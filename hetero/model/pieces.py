@@ -9,16 +9,17 @@ codes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hetero.core import InputError
-from hetero.formats import FP8_TILE, Format
+from hetero.formats import FP8_TILE, Format, in_order
 from hetero.model.convert import Layout, convert_expert, is_expertwise, per_expert_sources
 from hetero.model.names import Target
+from hetero.model.quantised.base import QuantisedCheckpoint
 from hetero.model.source import Piece, Source, TensorInfo
 from hetero.quant.pack import Codes
 
@@ -41,14 +42,27 @@ class PartSource:
     turned: bool = False
     # The GGUF type whose blocks the source gives, "" for none.
     ggml: str = ""
+    # Where a format is ``ordered``: the order int32 of an expert's columns, and of its rows (None: as they
+    # stand).
+    columns_of: Callable[[int], Tensor] | None = None
+    rows_of: Callable[[int], Tensor] | None = None
 
     def codes(self, source: Source, expert: int) -> Codes:
         """The part's quantised values, read from the source."""
         piece = self.piece(expert)
-        return self.cut(source.codes(piece.name, piece.index), piece)
+        return self.cut(source.codes(piece.name, piece.index), expert)
 
-    def cut(self, codes: Codes, piece: Piece) -> Codes:
-        """The part's rows of the codes of its tensor."""
+    def cut(self, codes: Codes, expert: int) -> Codes:
+        """The part's rows of the codes of its tensor, those of an expert."""
+        assert self.format is not None
+        found = self._rows(codes, self.piece(expert))
+        if self.rows_of is None:
+            return found
+        order = self.rows_of(expert)
+        extra = None if found.extra is None else found.extra[order]
+        return Codes(found.codes[order], found.scales[order], extra)
+
+    def _rows(self, codes: Codes, piece: Piece) -> Codes:
         assert self.format is not None
         fp8 = self.format.name == "fp8"
         if self.turned:  # of fp8 alone, whose tiles are square
@@ -122,6 +136,42 @@ def _find(
         found = _rows(matrix - bases[name], infos[name])
         traced[part] = None if found is None else (number, *found)
     return traced
+
+
+def follow_orders(
+    parts: dict[str, PartSource], count: int, source: Source, *, has_bias: bool
+) -> dict[str, PartSource]:
+    """The parts of a module of which some have columns by their groups: all of ``count`` experts take their
+    inputs in an order of their own, and the rows of gate and up follow the columns of down."""
+    matrices = {part: one for part, one in parts.items() if part in ("gate", "up", "down")}
+    formats = [one.format for one in matrices.values() if one.format is not None]
+    if len(formats) < len(matrices) or not any(fmt.ordered for fmt in formats):
+        return parts
+    assert isinstance(source, QuantisedCheckpoint)
+    checkpoint = source
+
+    def columns(part: str) -> Callable[[int], Tensor]:
+        def of_expert(expert: int) -> Tensor:
+            piece = matrices[part].piece(expert)
+            order = checkpoint.order(piece.name, piece.index)
+            k = checkpoint.tensors[piece.name].shape[-1]
+            return torch.arange(k, dtype=torch.int32) if order is None else order
+
+        return of_expert
+
+    found = {part: columns(part) for part in matrices}
+    why = "activation order (act-order) of experts with biases" if has_bias else ""
+    gate, up = found.get("gate", found["up"]), found["up"]
+    if not why and gate is not up and not all(torch.equal(gate(e), up(e)) for e in range(count)):
+        why = "gate and up of an expert are in different activation orders"
+    if why:
+        return parts | {part: _inexact(why) for part in matrices}
+    made = {}
+    for part, one in matrices.items():
+        assert one.format is not None
+        down = found["down"] if part != "down" else None
+        made[part] = replace(one, format=in_order(one.format), columns_of=found[part], rows_of=down)
+    return parts | made
 
 
 def of_source(source: Source, experts: str, parts: Iterable[str]) -> dict[str, PartSource]:

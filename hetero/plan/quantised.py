@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero.core import InputError
-from hetero.formats import GROUPS, Format, parse_format
+from hetero.formats import GROUPS, Format, in_order, parse_format
 
 _FP8_TILE = 128
 _PACKED = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
@@ -33,10 +33,10 @@ def kept_format(config: Mapping[str, Any]) -> Format | None:
         if method == "awq":
             return _integers(told.get("bits", 4), told.get("group_size", 128), symmetric=False)
         if method == "gptq":
-            if told.get("desc_act"):
-                return None  # its groups scatter over the columns
-            symmetric = bool(told.get("sym", True))
-            return _integers(told.get("bits"), told.get("group_size", 128), symmetric=symmetric)
+            symmetric, size = bool(told.get("sym", True)), told.get("group_size", 128)
+            fmt = _integers(told.get("bits"), size, symmetric=symmetric)
+            # One group of all columns has no order.
+            return in_order(fmt) if fmt is not None and told.get("desc_act") and size > 0 else fmt
         if method == "compressed-tensors":
             return _compressed(told)
     except (InputError, TypeError, ValueError):

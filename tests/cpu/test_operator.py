@@ -22,6 +22,7 @@ from tests.cpu.reference import (
     decoded,
     fill,
     operator,
+    random_kept,
     random_routing,
     random_weights,
     relative,
@@ -618,6 +619,77 @@ def test_kept_values_on_every_isa(fmt: str, generator: torch.Generator) -> None:
             check(experts, y, step, weights)
             first = y if first is None else first
             assert tokens > 16 or torch.equal(y.view(torch.int32), first.view(torch.int32)), isa
+
+
+@pytest.mark.parametrize(("fmt", "down"), [("int4 g64", "int8z g32"), ("int8 g32", "int8 g32")])
+def test_inputs_in_an_order_of_each_expert(fmt: str, down: str, generator: torch.Generator) -> None:
+    """The bits of experts without an order that are given each its own permuted inputs."""
+    spec = ExpertSpec(num_experts=5, hidden=200, intermediate=296, top_k=3, has_bias=True)
+    formats = [parse_format(fmt), parse_format(down)]
+    ordered = [parse_format(f"{fmt} ordered"), parse_format(f"{down} ordered")]
+    weights = random_weights(spec, generator)
+    plain, mine = CpuExperts(spec, *formats), CpuExperts(spec, *ordered)
+    split = CpuExperts(spec, *ordered, numa="split")
+    orders = [torch.randperm(spec.hidden, generator=generator).int() for _ in range(spec.num_experts)]
+    for (expert, part), tensor in weights.items():
+        if part.endswith("_bias"):
+            plain.put(expert, part, tensor)  # type: ignore[arg-type]
+            mine.put(expert, part, tensor)  # type: ignore[arg-type]
+            continue
+        codes = random_kept(formats[part == "down"], *tensor.shape, generator)
+        plain.put_codes(expert, part, *codes)  # type: ignore[arg-type]
+        mine.put_codes(expert, part, *codes)  # type: ignore[arg-type]
+    assert mine.missing() == [(expert, "order") for expert in range(spec.num_experts)]
+    for expert, order in enumerate(orders):
+        mine.put(expert, "order", order)
+        buffer = bytearray(mine.whole_bytes)
+        mine.save(expert, memoryview(buffer))
+        split.restore(expert, memoryview(buffer))
+    split.filled(range(spec.num_experts))
+    one = expert_bytes(ordered[0], 200, 296, has_gate=True, has_bias=True, down_format=ordered[1])
+    assert mine.nbytes == 5 * one == cpu.packed_nbytes(spec, *ordered)
+
+    for tokens, dtype in ((1, torch.float32), (3, torch.bfloat16), (16, torch.float16), (40, torch.float32)):
+        x, ids, w = random_routing(spec, tokens, generator)
+        x, ids = x.to(dtype), torch.where(torch.rand(ids.shape, generator=generator) < 0.1, -1, ids)
+        turned = [x[:, order.long()].contiguous() for order in orders]
+        for isa in ISAS:
+            for one_of in (plain, mine, split):
+                one_of.use(isa)
+            results = torch.full((*ids.shape, spec.hidden), float("nan"))
+            halves = torch.zeros(*ids.shape, 2 * spec.intermediate)
+            for expert, inputs in enumerate(turned):
+                alone = torch.where(ids == expert, ids, -1)
+                plain.pairs(inputs, alone, results)
+                halves += plain.gate_up(inputs, alone)
+            want = plain.weighted_sum(results, ids, w, spec.num_experts)
+            for experts in (mine, split):
+                assert torch.equal(experts.forward(x, ids, w), want), (isa, tokens)
+                assert torch.equal(experts.gate_up(x, ids), halves), (isa, tokens)
+                pairs = torch.full_like(results, float("nan"))
+                experts.pairs(x, ids, pairs)
+                assert torch.equal(pairs.nan_to_num(), results.nan_to_num()), (isa, tokens)
+
+
+def test_wrong_orders_are_errors(generator: torch.Generator) -> None:
+    spec = ExpertSpec(2, 64, 32, 1)
+    experts = CpuExperts(spec, parse_format("int4 g32 ordered"))
+    order = torch.arange(64, dtype=torch.int32)
+    with pytest.raises(InputError, match="each input must be named once"):
+        experts.put(0, "order", order // 2)
+    with pytest.raises(InputError, match="each input must be named once"):
+        experts.put(0, "order", order + 1)
+    with pytest.raises(InputError, match="must be int32"):
+        experts.put(0, "order", order.long())
+    with pytest.raises(InputError, match=r"shape \[32\], must be \[64\]"):
+        experts.put(0, "order", order[:32])
+    experts.put(0, "order", order)
+    with pytest.raises(InputError, match="given twice"):
+        experts.put(0, "order", order)
+    with pytest.raises(InputError, match="an order of their own, or neither"):
+        CpuExperts(spec, parse_format("int4 g32 ordered"), parse_format("int4 g32"))
+    with pytest.raises(InputError, match="these experts have only gate, up, down"):
+        CpuExperts(spec, parse_format("int4 g32")).put(0, "order", order)
 
 
 BY_PART = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 from hetero.model.build import choose_class
 from tests.model.tiny_moe import tiny_config, tiny_model
 
+_orders = torch.Generator()
 # Tensors by the ending that replaces "weight", and the values in float64.
 Made = tuple[dict[str, Tensor], Tensor]
 
@@ -37,6 +39,7 @@ class Scheme:
     names: str = r"_proj\.weight$"
     config_file: str = "config.json"
     extra: dict[str, Tensor] = field(default_factory=dict)
+    apart: bool = False  # whether gate and up of an expert have shuffled columns of their own
 
 
 def bits_to_words(values: Tensor, bits: int) -> Tensor:
@@ -123,7 +126,7 @@ def packed(bits: int, group: int, *, symmetric: bool, order: bool = False) -> Ca
     def make(w: Tensor) -> Made:
         n, k = w.shape
         size = k if group == -1 else group
-        turn = torch.randperm(k) if order else torch.arange(k)
+        turn = torch.randperm(k, generator=_orders) if order else torch.arange(k)
         codes, scales, zeros, values = integers(
             w[:, turn], bits, size, symmetric=symmetric, dtype=torch.bfloat16
         )
@@ -175,7 +178,7 @@ def gptq(
     def make(w: Tensor) -> Made:
         k = w.shape[1]
         size = k if group == -1 else group
-        turn = torch.randperm(k) if order else torch.arange(k)
+        turn = torch.randperm(k, generator=_orders) if order else torch.arange(k)
         codes, scales, zeros, values = integers(
             w[:, turn], bits, size, symmetric=symmetric, dtype=torch.float16
         )
@@ -297,7 +300,7 @@ SCHEMES: dict[str, Scheme] = {
     "w4a16-order": Scheme(
         packed(4, 64, symmetric=True, order=True),
         _ct("pack-quantized", _ct_int(4, "group", 64, symmetric=True, actorder="group")),
-        None,
+        "int4 g64 ordered",
     ),
     "w8a8": Scheme(
         int8_rows(), _ct("int-quantized", _ct_int(8, "channel", None, symmetric=True), _TOKEN), "int8 g128"
@@ -351,7 +354,17 @@ SCHEMES: dict[str, Scheme] = {
         gptq(8, -1, symmetric=True, first=True), _gptq_config(bits=8, group_size=-1), "int8 g128"
     ),
     "gptq-order": Scheme(
-        gptq(4, 64, symmetric=True, first=True, order=True), _gptq_config(desc_act=True), None
+        gptq(4, 64, symmetric=True, first=True, order=True),
+        _gptq_config(desc_act=True),
+        "int4 g64 ordered",
+    ),
+    "gptq-order-int8": Scheme(
+        gptq(8, 32, symmetric=False, first=False, order=True),
+        _gptq_config(desc_act=True, bits=8, group_size=32, sym=False, checkpoint_format="gptq_v2"),
+        "int8z g32 ordered",
+    ),
+    "gptq-order-apart": Scheme(
+        gptq(4, 64, symmetric=True, first=True, order=True), _gptq_config(desc_act=True), None, apart=True
     ),
     "modelopt-nvfp4": Scheme(
         nvfp4(divides=False),
@@ -436,6 +449,9 @@ def write_quantised(folder: Path, model_type: str, scheme: Scheme, config: Any =
         if not re.search(scheme.names, name) or tensor.ndim != 2 or min(tensor.shape) < 16:
             stored[name] = dequantised[name] = tensor
             continue
+        # Gate and up of an expert see the same inputs, which is what tools take the order of columns from.
+        inputs = name if scheme.apart else name.replace("gate_proj", "up_proj")
+        _orders.manual_seed(zlib.crc32(inputs.encode()))
         parts, values[name] = scheme.make(tensor)
         stored |= {name.removesuffix("weight") + ending: part for ending, part in parts.items()}
         dequantised[name] = values[name].float()

@@ -38,7 +38,10 @@ def close(model: Any, reference: Any, tolerance: float) -> None:
     assert error < tolerance
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "w8a8-fp8-rows", "awq", "gptq", "modelopt-nvfp4", "w8a8-asym"])
+KEPT = ("fp8", "w8a8-fp8-rows", "awq", "gptq", "gptq-order", "w4a16-order", "modelopt-nvfp4", "w8a8-asym")
+
+
+@pytest.mark.parametrize("scheme", KEPT)
 def test_a_user_who_sets_nothing_gets_the_checkpoints_values(scheme: str, tmp_path: Path) -> None:
     written = write_quantised(tmp_path, "qwen3_moe", SCHEMES[scheme])
     loaded = load_model(tmp_path)
@@ -64,7 +67,7 @@ def test_another_format_is_requantised_and_said_so(tmp_path: Path) -> None:
     close(loaded.runnable.model, written.model, 1e-5)
 
 
-@pytest.mark.parametrize("scheme", ["gptq-order", "fp8-small-blocks"])
+@pytest.mark.parametrize("scheme", ["gptq-order-apart", "fp8-small-blocks"])
 def test_what_no_format_keeps(scheme: str, tmp_path: Path) -> None:
     written = write_quantised(tmp_path, "qwen3_moe", SCHEMES[scheme])
     loaded = load_model(tmp_path, overrides={"experts": "auto int8"})

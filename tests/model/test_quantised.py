@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hetero.formats import Format, parse_format
 from hetero.model.build import assert_only_experts_on_meta, build_meta, is_experts, load_config
 from hetero.model.loader import load, plan_load
+from hetero.model.pieces import PartSource
 from hetero.model.sources import open_source
 from hetero.quant.pack import dequantise, pack_codes
 from tests.model.checkpoints import Kept, expected_parts
@@ -32,6 +33,8 @@ class Packed(Kept):
         super().__init__(experts)
         self.fmt = fmt
         self.by_codes = 0
+        if fmt.ordered:
+            self.wanted += [(expert, "order") for expert in range(experts.down_proj.shape[0])]
 
     def format_of(self, part: str) -> Format:
         return self.fmt
@@ -39,7 +42,8 @@ class Packed(Kept):
     def put_codes(self, expert: int, part: str, codes: Tensor, scales: Tensor, extra: Tensor | None) -> None:
         n, k = codes.shape
         self.by_codes += 1
-        self.put(expert, part, dequantise(self.fmt, pack_codes(self.fmt, codes, scales, extra), n, k))
+        fmt = self.fmt.packed
+        self.put(expert, part, dequantise(fmt, pack_codes(fmt, codes, scales, extra), n, k))
 
 
 def logits(model: Any, ids: Tensor) -> Tensor:
@@ -79,13 +83,27 @@ def check_experts(written: Written, fmt: str | None) -> None:
                 parts = plan.parts[name]
                 assert {str(part.format) if part.format else None for part in parts.values()} == {fmt}
             load(model, source, sinks, plan=plan)
+            for name, sink in sinks.items():
+                assert not sink.missing()
+                if chosen.ordered:
+                    put_in_order(sink, plan.parts[name]["down"])
         assert names
         for name, sink in sinks.items():
-            assert not sink.missing()
             matrices = sum(not part.endswith("_bias") for _, part in sink.got)
             assert sink.by_codes == (matrices if wanted == fmt else 0)
             for key, values in expected_parts(modules[name]).items():
                 assert torch.equal(sink.got[key].float(), values), (name, key)
+
+
+def put_in_order(sink: Packed, down: PartSource) -> None:
+    """Undo the orders of experts: of the columns of gate and up, and of down's, which their rows follow."""
+    assert down.columns_of is not None
+    for expert in range(len(sink.wanted) // 4):
+        inputs, inner = sink.got.pop((expert, "order")).argsort(), down.columns_of(expert).argsort()
+        assert not torch.equal(inputs, torch.arange(len(inputs)))
+        for part in ("gate", "up"):
+            sink.got[expert, part] = sink.got[expert, part][inner][:, inputs]
+        sink.got[expert, "down"] = sink.got[expert, "down"][:, inner]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -217,7 +217,8 @@ def test_sizes_for_people() -> None:
         ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "fp8_row"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, None),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4 g128"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, None),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "int4 g128 ordered"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True}, "int4 g128"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, "mxfp4"),
         *(

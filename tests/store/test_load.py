@@ -107,7 +107,7 @@ def test_the_same_logits_from_everywhere(tmp_path: Path, own_cache: Path, model_
     assert list(own_cache.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "w4a16-asym"])
+@pytest.mark.parametrize("scheme", ["fp8", "w4a16-asym", "gptq-order"])
 def test_values_that_a_checkpoint_keeps_stay_the_same(tmp_path: Path, own_cache: Path, scheme: str) -> None:
     """Experts that come as codes pass through the file unchanged."""
     folder = tmp_path / "m"

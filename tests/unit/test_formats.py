@@ -12,6 +12,7 @@ from hetero.formats import (
     Format,
     block_bytes,
     expert_bytes,
+    in_order,
     kept_formats,
     packed_bytes,
     parse_format,
@@ -52,6 +53,17 @@ def test_default_group_is_32() -> None:
 def test_others_are_errors_that_list_the_valid(text: str) -> None:
     with pytest.raises(InputError, match=r"valid: f32, bf16, int8 g32, .*int4a g128, fp8, mxfp4, nvfp4"):
         parse_format(text)
+
+
+def test_columns_by_their_groups() -> None:
+    fmt = parse_format("int4 g128 ordered")
+    sizes = [expert_bytes(f, 2048, 768, has_gate=True, has_bias=False) for f in (fmt, fmt.packed)]
+    assert sizes[0] == sizes[1] + 4 * 2048  # the order of the inputs
+    assert (str(fmt), fmt.packed, fmt.kept_only) == ("int4 g128 ordered", parse_format("int4 g128"), True)
+    assert parse_format(str(parse_format("int8z g32 ordered"))) == in_order(parse_format("int8z"))
+    for text in ("mxfp4 ordered", "q4_k ordered", "int4 g48 ordered", "int4 ordered g32"):
+        with pytest.raises(InputError, match="unknown weight format"):
+            parse_format(text)
 
 
 def test_near_miss_is_named() -> None:

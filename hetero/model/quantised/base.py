@@ -84,6 +84,10 @@ class Matrix(ABC):
     def check(self, index: int | None) -> None:  # noqa: B027  most schemes have nothing that could be inexact
         """InexactError as ``codes`` raises it, found by the scales alone."""
 
+    def order(self, index: int | None) -> Tensor | None:
+        """The order int32 [k] that ``codes`` puts the columns in; None: as they stand."""
+        return None
+
     @abstractmethod
     def codes(self, index: int | None) -> Codes:
         """The same values in ``format``. InexactError where one of its scales is none that the format has."""
@@ -222,6 +226,11 @@ class QuantisedCheckpoint(Closing):
         if matrix.format is None:
             raise InexactError(f"{matrix.file}: tensor {name}: {matrix.inexact}; {REQUANTISE}")
         return matrix.codes(index)
+
+    def order(self, name: str, index: int | None = None) -> Tensor | None:
+        """The order int32 [k] that ``codes`` puts the columns of a matrix in; None: as they stand."""
+        matrix = self._matrices.get(name)
+        return None if matrix is None else matrix.order(index)
 
     def check_codes(self, name: str, index: int | None = None) -> None:
         """Raises InexactError where ``codes`` would, by reading the scales alone."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from hetero.core import InputError
 from hetero.model.quantised.base import Finder, words
 from hetero.model.quantised.floats import Fp8Matrix, Mxfp4Matrix
-from hetero.model.quantised.integers import IntegerMatrix, Integers
+from hetero.model.quantised.integers import IntegerMatrix, Integers, order_together
 from hetero.model.quantised.modelopt import add_nvfp4
 from hetero.model.source import Checkpoint
 
@@ -75,8 +75,10 @@ class PackedMatrix(IntegerMatrix):
         if "zero_point" in self.at:
             packed = self.part(self.at["zero_point"], index)
             zeros = words(packed.T, self.bits)[:, : self.n].T.contiguous()
-        order = self.part(self.at["g_idx"], index).long() if "g_idx" in self.at else None
-        return Integers(codes.contiguous(), _columns(self.part(1, index)), zeros, order)
+        return Integers(codes.contiguous(), _columns(self.part(1, index)), zeros, self.groups_of(index))
+
+    def groups_of(self, index: int | None) -> Tensor | None:
+        return self.part(self.at["g_idx"], index).long() if "g_idx" in self.at else None
 
 
 class Int8Matrix(IntegerMatrix):
@@ -110,8 +112,8 @@ def find(found: Finder, config: Mapping[str, Any]) -> None:
     if config.get("transform_config"):
         raise InputError(f"{found.where}: compressed-tensors with 'transform_config' is not read")
     schemes, activations = _schemes(found, config)
-    for name in found.ending(".weight_packed", ("I32",)):
-        _packed(found, name, schemes)
+    packed = [_packed(found, name, schemes) for name in found.ending(".weight_packed", ("I32",))]
+    order_together([matrix for matrix in packed if "g_idx" in matrix.at])
     for name in found.ending(".weight_packed", ("U8",)):
         _fp4(found, name)
     for name in found.ending(".weight", ("I8",)):
@@ -207,7 +209,7 @@ def _integer(
     return _agree(found, name, schemes, fits, f"{bits} bits in groups of {group} columns")
 
 
-def _packed(found: Finder, name: str, schemes: Sequence[_Scheme]) -> None:
+def _packed(found: Finder, name: str, schemes: Sequence[_Scheme]) -> PackedMatrix:
     packed, scale, zero, shape_name, order = (f"{name}{side}" for side in _SIDES[:5])
     info = found.info(packed)
     found.companion(packed, scale, _SCALES)
@@ -241,9 +243,8 @@ def _packed(found: Finder, name: str, schemes: Sequence[_Scheme]) -> None:
     matrix = PackedMatrix(
         found.raw, f"{name}.weight", stored, (n, k), bits=bits, group=group, symmetric=not found.has(zero)
     )
-    if found.has(order):
-        matrix.unordered()
     found.add(matrix)
+    return matrix
 
 
 def _int8(found: Finder, name: str, schemes: Sequence[_Scheme]) -> None:

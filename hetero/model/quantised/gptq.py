@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hetero.core import InputError
 from hetero.model.quantised.awq import group_of
 from hetero.model.quantised.base import Finder, words
-from hetero.model.quantised.integers import IntegerMatrix, Integers
+from hetero.model.quantised.integers import IntegerMatrix, Integers, order_together
 from hetero.model.source import Checkpoint
 
 _SIDES = (".qweight", ".qzeros", ".scales", ".g_idx")
@@ -48,15 +48,10 @@ class GptqMatrix(IntegerMatrix):
         if self.first:
             packed = packed + _ONES[self.bits]  # int32 wraps around, as it shall
         zeros = words(packed, self.bits)[:, : self.n]
-        order = self.part(3, index).long() if len(self.stored) > 3 else None
-        return Integers(codes, self.part(2, index).T, zeros.T.contiguous(), order)
+        return Integers(codes, self.part(2, index).T, zeros.T.contiguous(), self.groups_of(index))
 
-    def check_order(self) -> None:
-        """Read which group each column is of, and give up the packed format where they are not in order."""
-        if len(self.stored) > 3:
-            order = self.part(3, None).long()
-            if not torch.equal(order, torch.arange(self.k) // self.group):
-                self.unordered()
+    def groups_of(self, index: int | None) -> Tensor | None:
+        return self.part(3, index).long() if len(self.stored) > 3 else None
 
 
 def find(found: Finder, config: Mapping[str, Any]) -> None:
@@ -69,6 +64,7 @@ def find(found: Finder, config: Mapping[str, Any]) -> None:
     if not isinstance(bits, int) or bits not in _ONES:
         raise InputError(f"{found.where}: GPTQ with 'bits' {bits!r}; hetero reads 4 and 8")
     fields = 32 // int(bits)
+    made: list[IntegerMatrix] = []
     for name in found.ending(".qweight"):
         weight, zeros, scales, order = (f"{name}{side}" for side in _SIDES)
         info = found.companion(weight, weight, ("I32",))
@@ -99,7 +95,8 @@ def find(found: Finder, config: Mapping[str, Any]) -> None:
             symmetric=bool(config.get("sym", True)),
             first=kind == "gptq",
         )
-        if config.get("desc_act"):
-            matrix.check_order()
         found.add(matrix)
+        made.append(matrix)
+    if config.get("desc_act"):
+        order_together(made)
     found.refuse_left(_SIDES, "GPTQ tensor")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hetero.core import InputError
-from hetero.formats import GROUPS, Format
+from hetero.formats import GROUPS, Format, in_order
 from hetero.model.quantised.base import REQUANTISE, InexactError, Matrix, exact_half
 from hetero.model.source import Checkpoint
 from hetero.quant.pack import Codes
@@ -63,10 +63,41 @@ class IntegerMatrix(Matrix):
     def integers(self, index: int | None) -> Integers:
         """Read and unpack the matrix."""
 
-    def unordered(self) -> None:
-        """Say that columns of a group are not neighbours, so that no packed format keeps the matrix."""
-        self.format = None
-        self.inexact = "activation order (act-order) scatters its groups over the columns"
+    def groups_of(self, index: int | None) -> Tensor | None:
+        """The group of each column, int64 [k]; None where they are not told: one after the other."""
+        return None
+
+    def look_at_order(self) -> bool:
+        """Read the groups of the columns; whether those of a group are not all neighbours.
+
+        Where they are as many as a group has, the format is one that has columns in an order of their own;
+        else there is none.
+        """
+        groups = self.groups_of(None)
+        if groups is None or self._neighbours(groups):
+            return False
+        count = self.k // self.group
+        sizes = torch.bincount(groups.clamp(0, count - 1), minlength=count)
+        if self.format is not None and bool((sizes == self.group).all()):
+            self.format = in_order(self.format)
+        else:
+            self.format = None
+            self.inexact = "activation order (act-order) with groups of different sizes"
+        return True
+
+    def scatter(self) -> None:
+        """Take the format for columns in an order of their own, which those that stand in order have too."""
+        if self.format is not None:
+            self.format = in_order(self.format)
+
+    def _neighbours(self, groups: Tensor) -> bool:
+        return torch.equal(groups, torch.arange(self.k) // self.group)
+
+    def order(self, index: int | None) -> Tensor | None:
+        groups = self.groups_of(index)
+        if groups is None or self._neighbours(groups):
+            return None
+        return torch.argsort(groups, stable=True).int()
 
     def _read(self, index: int | None) -> Integers:
         """``integers``, and that its order names groups that there are."""
@@ -94,11 +125,14 @@ class IntegerMatrix(Matrix):
     def codes(self, index: int | None) -> Codes:
         read = self._read(index)
         assert self.format is not None
-        if read.order is not None and not torch.equal(read.order, torch.arange(self.k) // self.group):
-            raise InexactError(
-                f"{self.file}: tensor {self.name}: activation order (act-order) scatters its groups over the "
-                f"columns; {REQUANTISE}"
-            )
+        codes = read.codes
+        if read.order is not None and not self._neighbours(read.order):
+            if not self.format.ordered:
+                raise InexactError(
+                    f"{self.file}: tensor {self.name}: activation order (act-order) scatters its groups over "
+                    f"the columns; {REQUANTISE}"
+                )
+            codes = codes[:, torch.argsort(read.order, stable=True)]
         zeros = read.zeros
         if self.symmetric and zeros is not None:
             if bool((zeros != self.middle).any()):
@@ -108,7 +142,7 @@ class IntegerMatrix(Matrix):
                 )
             zeros = None
         scales = self._spread(exact_half(self, read.scales))
-        return Codes(read.codes, scales, None if zeros is None else self._spread(zeros))
+        return Codes(codes, scales, None if zeros is None else self._spread(zeros))
 
     def _spread(self, values: Tensor) -> Tensor:
         """One of each group of the checkpoint -> one of each group of the format, [n, ceil(k / g)]."""
@@ -117,3 +151,11 @@ class IntegerMatrix(Matrix):
         if values.shape[1] == 1:
             return values.expand(self.n, groups).contiguous()
         return values.repeat_interleave(self.group // self.format.group, 1)[:, :groups].contiguous()
+
+
+def order_together(matrices: Sequence[IntegerMatrix]) -> None:
+    """Look at the order of the columns of matrices. Where some are in one of their own, all formats say so:
+    those of an expert must agree."""
+    scattered = [matrix for matrix in matrices if matrix.look_at_order()]
+    for matrix in matrices if scattered else ():
+        matrix.scatter()

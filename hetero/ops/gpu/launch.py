@@ -64,7 +64,7 @@ def sorted_places(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_format(spec: ExpertSpec, fmt: Format, device: object) -> None:
     """Raises InputError for experts that the GPU's kernels cannot compute."""
-    if fmt.name not in GPU_FORMATS or fmt.blocks:
+    if fmt.name not in GPU_FORMATS or fmt.blocks or fmt.ordered:
         raise InputError(
             f"experts on {device}: format {fmt} is not read there; valid: {', '.join(GPU_FORMATS)}"
         )
