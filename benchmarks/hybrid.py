@@ -1,13 +1,12 @@
-"""Experts over all tiers on one GPU and the CPU beside it: decode steps and prompts, without dense layers.
+"""Experts over all tiers on one GPU and the CPU beside it: shares of decode steps, and prompts.
 
     python benchmarks/hybrid.py [--layers 8] [--slots 0 65 130] [--dense-us 60] [--tokens 512 2048 8192]
                                 [--threads N] [--sweep] [--json FILE]
 
 Layers of 512 experts of 2560 x 640 in int4 (--shape), 10 a token. Decode: one captured graph of all layers
-with the real hand-off, where each layer begins with a kernel that waits as long as a dense part takes.
-Routing from tables, ``local`` and ``uniform``, as benchmarks/cache_policy.py makes them. The rates of CPU and
-PCIe are measured first, by steps that leave everything to one of them; ``balanced`` divides by these.
-Prompts: random routing, each strategy; tok/s as if 48 such layers were all of a model. The table comes last.
+with the real hand-off, as benchmarks/step_variants.py makes it, which compares ways to move and read experts;
+here it is how many are read over PCIe: shares, and ``balanced``, the split by what both sides take. Prompts:
+random routing, each strategy; tok/s as if 48 such layers were all of a model. The table comes last.
 """
 
 from __future__ import annotations
@@ -23,146 +22,34 @@ import torch
 
 sys.path.insert(0, __file__.rpartition("/")[0] or ".")
 
-from cache_policy import table
+from step_variants import LAYERS, ROUTINGS, Steps, make_layers, say, show
 
 from hetero import cpu
 from hetero.core import ExpertSpec
 from hetero.cpu import CpuExperts
+from hetero.engine.gpu import share
 from hetero.engine.gpu.port import LanePort
 from hetero.engine.handoff import Handoff
-from hetero.formats import parse_format
 from hetero.ops.gpu.hybrid import HybridExperts
 from hetero.ops.gpu.hybrid_shared import HybridShared
 from hetero.ops.gpu.launch import Sorted, Tiling, sorted_places
 from hetero.ops.gpu.pinned import PinnedArena, pin_all
+from hetero.report.routing import make_table
 
-LAYERS = 48  # of the model that figures are given for
 WARM, STEPS = 150, 100
-CLOCK_MHZ = 1700
 
 
-def say(*words: object) -> None:
-    print(f"[{time.perf_counter() - START:5.1f} s]", *words, file=sys.stderr, flush=True)
-
-
-START = time.perf_counter()
-
-
-def make_layers(count: int, spec: ExpertSpec, fmt: str) -> list[CpuExperts]:
-    """Sixteen packed experts, and mixtures of their bytes."""
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for _ in range(count):
-        experts = CpuExperts(spec, parse_format(fmt))
-        first = made[0] if made else None
-        sources = min(16, spec.num_experts)
-        for expert in range(sources):
-            if first is not None:
-                whole = torch.empty(first.whole_bytes, dtype=torch.uint8)
-                first.save(expert, whole.numpy().data)
-                experts.restore(expert, whole.numpy().data)
-                continue
-            for part, shape in (
-                ("gate", (spec.intermediate, spec.hidden)),
-                ("up", (spec.intermediate, spec.hidden)),
-                ("down", (spec.hidden, spec.intermediate)),
-            ):
-                experts.put(expert, part, torch.randn(shape, generator=generator) * shape[1] ** -0.5)  # type: ignore[arg-type]
-        if first is not None:
-            experts.filled(range(sources))
-        experts.replicate(sources)
-        made.append(experts)
-    return made
-
-
-class Decode:
-    """A captured graph of one step of all layers."""
-
-    def __init__(
-        self, experts: list[CpuExperts], arenas: list[PinnedArena], slots: int, dense_us: float, moves: int
-    ) -> None:
-        self.spec, self.count = experts[0].spec, len(experts)
-        self.shared = HybridShared("cuda", moves=moves)
-        self.handoff = Handoff(experts, rows=1, slots=self.spec.top_k, device="cuda")
-        port = LanePort(self.handoff)
-        self.layers = [
-            HybridExperts(one, number, port, self.shared, slots=slots, arena=arena)
-            for number, (one, arena) in enumerate(zip(experts, arenas, strict=True))
-        ]
-        self.dense = int(dense_us * CLOCK_MHZ)
-        self.x = torch.randn(1, self.spec.hidden, device="cuda").bfloat16()
-        self.weights = torch.full((1, self.spec.top_k), 0.1, device="cuda")
-        self.table = torch.zeros(
-            WARM + STEPS + 4, self.count, self.spec.top_k, dtype=torch.int64, device="cuda"
-        )
-        self.at = torch.zeros(1, dtype=torch.int64, device="cuda")
-        with self.handoff.step({0: 1}):
-            self._record()
-            torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._record()
-
-    def _record(self) -> None:
-        ids = self.table.index_select(0, self.at)[0]
-        self.at.add_(1)
-        for number, layer in enumerate(self.layers):
-            torch.cuda._sleep(self.dense)
-            layer.submit(self.x, ids[number : number + 1], self.weights)
-            layer.collect()
-        self.shared.join()
-
-    def run(self, ids: torch.Tensor, *, warm: int = WARM, steps: int = STEPS) -> dict[str, float]:
-        """Microseconds a layer, and what each tier did."""
-        self.table[: len(ids)].copy_(ids)
-        self.at.zero_()
-        times, work, handoff = [], 0.0, 0.0
-        before = [0] * 5
-        # A host that spins takes a core from the experts.
-        begin, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
-        for step in range(warm + steps):
-            if step == warm:
-                before = self._totals()
-            with self.handoff.step({0: 1}):
-                begin.record()
-                self.graph.replay()
-                end.record()
-                end.synchronize()
-            if step >= warm:
-                times.append(begin.elapsed_time(end))
-                totals = self.handoff.totals(0)
-                work, handoff = work + totals.work_s, handoff + totals.handoff_s
-        counted = [now - then for now, then in zip(self._totals(), before, strict=True)]
-        whole = steps * self.count
-        used = max(1, sum(counted[:3]))
-        return {
-            "us_a_layer": 1e3 * sorted(times)[len(times) // 2] / self.count,
-            "hits": counted[0] / used,
-            "gpu": counted[0] / whole,
-            "pcie": counted[1] / whole,
-            "cpu": counted[2] / whole,
-            "stayed": counted[3] / whole,
-            "moved": counted[4] / whole,
-            "cpu_work_us": 1e6 * work / whole,
-            "handoff_us": 1e6 * handoff / whole,
-        }
-
-    def _totals(self) -> list[int]:
-        return torch.stack([layer.cache.totals for layer in self.layers]).sum(0).tolist()
-
-    def close(self) -> None:
-        self.handoff.close()
-        self.graph.reset()
-
-
-def tables(kind: str, layers: int, steps: int) -> torch.Tensor:
-    return torch.from_numpy(table(kind, layers, steps, 3)).transpose(0, 1).contiguous().cuda()
+def tables(kind: str, layers: int, steps: int, spec: ExpertSpec) -> torch.Tensor:
+    size = {"layers": layers, "steps": steps, "rows": 1, "experts": spec.num_experts, "top_k": spec.top_k}
+    return torch.from_numpy(make_table(kind, **size)).transpose(0, 1).long().cuda()
 
 
 def decode(experts: list[CpuExperts], arenas: list[PinnedArena], options: Any) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
-    nbytes = experts[0].whole_bytes
-    routings = {kind: tables(kind, len(experts), WARM + STEPS) for kind in ("local", "uniform")}
+    spec, device = experts[0].spec, torch.device("cuda")
+    routings = {kind: tables(kind, len(experts), WARM + STEPS, spec) for kind in ROUTINGS}
+    sides = share.measure(experts, arenas, device, 1).sides
+    say("us:", {key: round(1e6 * value, 1) for key, value in sides[0]._asdict().items()})
 
     def note(what: str, slots: int, split: str, found: dict[str, float]) -> None:
         line = {"routing": what, "slots": slots, "split": split, **found}
@@ -170,30 +57,17 @@ def decode(experts: list[CpuExperts], arenas: list[PinnedArena], options: Any) -
         results.append(line)
         say(f"{what:8} {slots:4} slots, {split:9}:", " ".join(f"{k} {v:.3g}" for k, v in found.items()))
 
-    # One side alone, without a dense part: what an expert takes there, end to end.
-    alone = Decode(experts, arenas, 0, 0.0, 0)
-    seconds = {}
-    for side, share in (("cpu", 0.0), ("pcie", 1.0)):
-        alone.shared.set_share(share)
-        found = alone.run(routings["uniform"][:60], warm=20, steps=40)
-        seconds[side] = found["us_a_layer"] * 1e-6 / options.top_k
-        note("uniform", 0, f"{side} alone", found)
-    alone.close()
-    del alone
-    rates = {side: 1.0 / value for side, value in seconds.items()}
-    say("GB/s:", {side: round(rate * nbytes / 1e9, 1) for side, rate in rates.items()})
     for slots in options.slots:
-        ready = Decode(experts, arenas, slots, options.dense_us, options.moves)
+        shared = HybridShared(device, share=0.5, moves=options.moves)
+        ready = Steps(experts, arenas, shared, slots=slots, steps=WARM + STEPS + 2, dense_us=options.dense_us)
         for kind, ids in routings.items():
-            ready.shared.set_share(0.0)
-            note(kind, slots, "0", ready.run(ids))
-            for share in options.shares:
-                ready.shared.set_share(share)
-                note(kind, slots, f"{share:g}", ready.run(ids, warm=30, steps=60))
-            ready.shared.balance(rates["cpu"], rates["pcie"])
+            for part in (0.0, *options.shares):
+                shared.set_share(part)
+                note(kind, slots, f"{part:g}", ready.run(ids, warm=30 if part else WARM, steps=60))
+            shared.balance(sides)
             note(kind, slots, "balanced", ready.run(ids, warm=30, steps=60))
         ready.close()
-        del ready
+        del ready, shared
         torch.cuda.empty_cache()
     return results
 
@@ -330,15 +204,6 @@ PROMPT_COLUMNS = (
     ("ms/layer", "ms_a_layer", "9.2f"), ("expected", "expected_ms", "9.2f"),
     ("PCIe GB/s", "pcie_gb_s", "9.1f"), ("CPU GB/s", "cpu_gb_s", "9.1f"), ("tok/s", "tok_s", "7.0f"),
 )  # fmt: skip
-
-
-def show(rows: list[dict[str, Any]], columns: tuple[tuple[str, str, str], ...]) -> None:
-    def width(spec: str) -> int:
-        return int(spec.partition(".")[0])
-
-    print("\n" + " ".join(f"{title:>{width(spec)}}" for title, _, spec in columns))
-    for row in rows:
-        print(" ".join(f"{row[key]:>{spec}}" for _, key, spec in columns))
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hetero.core import InputError
 
+PCIE = ("early", "late")
 ISAS = ("auto", "scalar", "avx2", "avx512", "amx")
 # More than any machine has cores; a slip of the keyboard would else start threads until memory is gone.
 MAX_THREADS = 4096
@@ -36,6 +37,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable("HETERO_TUNE", "auto", "where the choice of kernels by rows comes from"),
     Variable("HETERO_PREFILL_CHUNK", "512, with fused layers 4096", "prompt tokens of one forward pass"),
+    Variable("HETERO_PCIE", "early", "when a step's experts cross PCIe"),
     Variable("HETERO_API_KEY", "none", "key that clients of the server must give"),
     Variable("HETERO_STATS", "on", "whether counts of the experts that are used are kept"),
     Variable("HETERO_DEBUG", "0", "show the traceback of an unexpected error"),
@@ -51,6 +53,7 @@ class Settings:
     cache: Path = Path("~/.cache/hetero")
     tune: str = "auto"  # auto, off, force or a file
     prefill_chunk: int = 512
+    pcie: str = "early"
     stats: bool = True
     debug: bool = False
 
@@ -67,6 +70,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         cache=_cache(env),
         tune=env.get("HETERO_TUNE") or "auto",
         prefill_chunk=_positive(env, "HETERO_PREFILL_CHUNK") or 512,
+        pcie=_one_of(env, "HETERO_PCIE", PCIE),
         stats=_switch(env, "HETERO_STATS"),
         debug=debug(env),
     )
@@ -88,10 +92,15 @@ def wait_passively() -> None:
 
 
 def _switch(env: Mapping[str, str], name: str) -> bool:
-    text = env.get(name) or "on"
-    if text not in ("on", "off"):
-        raise InputError(f"{name}={text}: must be on or off")
-    return text == "on"
+    return _one_of(env, name, ("on", "off")) == "on"
+
+
+def _one_of(env: Mapping[str, str], name: str, words: tuple[str, str]) -> str:
+    """One of two words, the first where nothing is said."""
+    text = env.get(name) or words[0]
+    if text not in words:
+        raise InputError(f"{name}={text}: must be {words[0]} or {words[1]}")
+    return text
 
 
 def _positive(env: Mapping[str, str], name: str, most: int | None = None) -> int | None:

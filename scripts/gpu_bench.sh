@@ -3,7 +3,7 @@
 # of its own, so that a hang costs little. Results are JSON in the folder OUT, all output is in OUT/log.txt, and a
 # short table comes last.
 #
-#   STEPS="build tests kernels handoff small decode batch desktop prefill"   what to do; default: build small decode
+#   STEPS="build tests kernels variants handoff small decode batch desktop prefill"   what to do; default: build small decode
 #   MODEL, SMALL   what is measured; VRAM, RAM, THREADS, CPU_CAP   of the machine
 #   TESTS          arguments of pytest besides -m "gpu or amx"
 #   DECODE, BATCH, PREFILL, DESKTOP, SMALL_OPTIONS   options of hetero bench, see below
@@ -62,6 +62,7 @@ read -ra desktop_options <<<"${DESKTOP:---routing local,uniform --cpu-gbps-cap $
 step build 240 4 python3 -m pip install -q --no-index --no-build-isolation --no-deps -e .
 step tests 300 8 python3 -m pytest -q -m "gpu or amx" -p no:cacheprovider "${tests_options[@]}"
 [ -f benchmarks/gpu_kernels.py ] && step kernels 120 40 python3 benchmarks/gpu_kernels.py
+step variants 150 60 python3 benchmarks/step_variants.py --threads "$threads" --json "$out/variants.json"
 step handoff 90 20 python3 benchmarks/handoff.py --shape qwen3.8-flash-next-125b --layers 8 --json "$out/handoff.json"
 run_bench small 150 small.json "$small" "${common[@]}" "${small_options[@]}"
 run_bench decode 420 decode.json "$model" "${common[@]}" "${decode_options[@]}"

@@ -24,7 +24,6 @@ from hetero.engine.gpu.room import (
     fill,
     first_slots,
 )
-from hetero.engine.gpu.share import Rates
 from hetero.engine.gpu.vram import CONTEXT, MARGIN, MODULES, Vram
 from hetero.plan.kv import sequence_bytes, states
 from hetero.rules.gpu_options import parse_cache
@@ -196,10 +195,6 @@ def test_large_caches_are_counted_as_the_driver_gives_them() -> None:
     (count,) = cache_slots(model, 100 << 20, 0)
     assert -(-count * ((2 << 20) + 1) // (2 << 20)) * (2 << 20) <= 100 << 20
     assert -(-(count + 1) * ((2 << 20) + 1) // (2 << 20)) * (2 << 20) > 100 << 20
-
-
-def test_the_share_is_of_two_rates() -> None:
-    assert Rates(cpu=75e9, bus=25e9).share == pytest.approx(0.25)
 
 
 class Device:

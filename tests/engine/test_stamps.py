@@ -7,7 +7,18 @@ import time
 import pytest
 import torch
 
-from hetero.ops.gpu.stamps import Stamps, at_layer, chosen, here, lap, lap_experts, lap_moves, running, start
+from hetero.ops.gpu.stamps import (
+    Stamps,
+    at_layer,
+    chosen,
+    here,
+    lap,
+    lap_experts,
+    lap_moves,
+    lap_reads,
+    running,
+    start,
+)
 from hetero.trace import HEAD, HITS, IN_PLACE, MIXER, MOVE, PREFILL, STAMPED, clock, recorder, whole_steps
 
 
@@ -55,6 +66,26 @@ def test_laps_are_parts_of_the_step_under_way() -> None:
         assert (told[IN_PLACE].start, told[IN_PLACE].end) == (told[HITS].start, told[HITS].end)
         assert (told[MOVE].lane, told[MOVE].experts, told[MOVE].nbytes) == ("pcie", 5, 50)
         assert (told[MOVE].layer, told[MOVE].tokens) == (0, 4)
+
+
+def test_reads_of_their_own_are_no_part_of_the_experts() -> None:
+    """What is brought before it is computed has a span that ends when it is there."""
+    tape, counts = Stamps("cpu").tape(), torch.zeros(5, dtype=torch.int64)
+    with recorder.recording():
+        since = recorder.next_number() + 1
+        for part in (counts[:3], counts[1:4]):
+            tape.stamps.prime(part)
+        with tape.recording():
+            start()
+            counts += torch.tensor([3, 2, 1, 1, 0])
+            lap_reads(counts[1:4], 100)
+            lap_experts(counts[:3], 100, in_place=False)
+            tape.seal()
+        tape.tell(1)
+        read, hits = recorder.spans(since)
+    assert (read.lane, read.name, read.experts, read.nbytes) == ("pcie", IN_PLACE, 2, 200)
+    assert (hits.lane, hits.name, hits.experts, hits.nbytes) == ("gpu", HITS, 3, 300)
+    assert read.end == hits.start
 
 
 def test_counters_are_known_before_the_first_step() -> None:

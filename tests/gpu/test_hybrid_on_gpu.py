@@ -8,11 +8,12 @@ import torch
 from hetero.core import ExpertSpec, HeteroError
 from hetero.cpu import CpuExperts
 from hetero.engine.gpu.port import LanePort
+from hetero.engine.gpu.share import measure
 from hetero.engine.handoff import Handoff
 from hetero.engine.handoff_backends import GPU_BACKENDS, make_backend
 from hetero.formats import parse_format
 from hetero.ops.gpu.hybrid import HybridExperts
-from hetero.ops.gpu.hybrid_shared import HybridShared
+from hetero.ops.gpu.hybrid_shared import SIZES, HybridShared
 from hetero.ops.gpu.pinned import pin_all
 from tests.cpu.reference import fill, random_weights
 from tests.triton.flips import EXACT, beyond, decoded
@@ -29,13 +30,15 @@ ROWS, LAYERS = 4, 3
 class Captured:
     """A graph of layers that each have inputs of their own."""
 
-    def __init__(self, backend: str, slots: int, share: float, generator: torch.Generator) -> None:
+    def __init__(
+        self, backend: str, slots: int, share: float, generator: torch.Generator, *, early: bool = True
+    ) -> None:
         fmt = parse_format("int4")
         self.experts = [fill(CpuExperts(SPEC, fmt), random_weights(SPEC, generator)) for _ in range(LAYERS)]
         self.parts = [decoded(one) for one in self.experts]
         self.arenas = pin_all(self.experts, "cuda")
         self.handoff = Handoff(self.experts, rows=ROWS, slots=SPEC.top_k, device="cuda", backend=backend)
-        self.shared = HybridShared("cuda", share=share)
+        self.shared = HybridShared("cuda", share=share, early=early, soon=early)
         port = LanePort(self.handoff)
         self.layers = [
             HybridExperts(one, number, port, self.shared, slots=slots, arena=arena)
@@ -93,13 +96,14 @@ class Captured:
 
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize(("slots", "share"), [(0, 1.0), (12, 0.0), (12, 0.4), (12, 1.0), (32, 0.5)])
-def test_replays(slots: int, share: float, backend: str, generator: torch.Generator) -> None:
+def test_replays(slots: int, share: float, early: bool, backend: str, generator: torch.Generator) -> None:
     try:
         make_backend(backend, "cuda")
     except HeteroError as error:
         pytest.skip(f"{backend}: {error}")
-    captured = Captured(backend, slots, share, generator)
+    captured = Captured(backend, slots, share, generator, early=early)
     for _ in range(40):
         captured.fresh(generator)
         captured.replay()
@@ -112,9 +116,11 @@ def test_replays(slots: int, share: float, backend: str, generator: torch.Genera
     captured.close()
 
 
-def test_shares_change_between_replays(generator: torch.Generator) -> None:
-    """Without another capture; and a prompt between two steps sees the slots that moves have left."""
-    captured = Captured("auto", 12, 0.0, generator)
+@pytest.mark.parametrize("first", [0.0, 0.5])
+def test_shares_change_between_replays(first: float, generator: torch.Generator) -> None:
+    """Without another capture, whether or not PCIe had a share then; and a prompt between two steps sees the
+    slots that moves have left."""
+    captured = Captured("auto", 12, first, generator)
     before = captured.layers[1].counts()
     for share in (1.0, 0.5, 0.0, 1.0):
         captured.shared.set_share(share)
@@ -132,3 +138,19 @@ def test_shares_change_between_replays(generator: torch.Generator) -> None:
     assert after.pcie > before.pcie
     assert after.cpu > before.cpu
     captured.close()
+
+
+def test_rates_are_measured_beside_each_other(generator: torch.Generator) -> None:
+    fmt = parse_format("int4")
+    experts = [fill(CpuExperts(SPEC, fmt), random_weights(SPEC, generator)) for _ in range(LAYERS)]
+    arenas = pin_all(experts, "cuda")
+    found = measure(experts, arenas, torch.device("cuda"), rows=4)
+    assert len(found.sides) == len(SIZES)
+    assert found.sides[3] == found.sides[4]  # eight and more rows as four would have
+    for one in found.sides:
+        assert 0.0 < one.cpu < 1e-3
+        assert 0.0 < one.pcie < 1e-3
+        assert 0.0 < one.own < 1e-3
+    HybridShared("cuda").balance(found.sides)
+    for arena in arenas:
+        arena.close()

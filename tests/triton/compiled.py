@@ -118,9 +118,9 @@ class Nothing:
 def all_tiers() -> None:
     """A step's experts in GPU memory and in host memory, and what keeps them there."""
     spec = ExpertSpec(32, 2560, 640, 10)
-    for fmt in ("int4", "bf16"):
+    for fmt, early in (("int4", True), ("int4", False), ("bf16", True)):
         experts = CpuExperts(spec, parse_format(fmt))
-        shared = HybridShared("meta", defer=2)
+        shared = HybridShared("meta", share=0.5, defer=2, early=early, soon=early)
         arena = PinnedArena(experts, "meta")
         for slots in (16, 32):
             hybrid = HybridExperts(experts, 0, Nobody(16, spec), shared, slots=slots, arena=arena)

@@ -29,20 +29,21 @@ EXPERTS = 12
 SPEC = ExpertSpec(EXPERTS, 32, 16, 2)
 
 
-def make(slots: int, generator: torch.Generator, moves: int = 2) -> HybridExperts:
+def make(slots: int, generator: torch.Generator, moves: int = 2, early: bool = False) -> HybridExperts:
     experts = fill(CpuExperts(SPEC, parse_format("int8")), random_weights(SPEC, generator))
     port = DirectPort([experts], 4, DEVICE)
-    shared = HybridShared(DEVICE, moves=moves)
+    shared = HybridShared(DEVICE, moves=moves, early=early, soon=early)
     return HybridExperts(experts, 0, port, shared, slots=slots, arena=PinnedArena(experts, DEVICE))
 
 
 def step(hybrid: HybridExperts, ids: torch.Tensor, generator: torch.Generator) -> tuple[list[int], list[int]]:
-    """Addresses and sources of the pairs of one step."""
+    """Addresses of the pairs of one step, and their sources, or where they are brought."""
     x = torch.randn(len(ids), SPEC.hidden, generator=generator).bfloat16().to(DEVICE)
     hybrid.submit(x, ids.to(DEVICE), torch.ones(ids.shape, device=DEVICE))
-    addresses, sources = hybrid._pending[-1].addresses, hybrid._pending[-1].sources
-    none = torch.zeros_like(addresses)
-    found = addresses.flatten().tolist(), (none if sources is None else sources).flatten().tolist()
+    one = hybrid._pending[-1]
+    none = torch.zeros_like(one.addresses)
+    second = one.sources if one.read is None else one.read
+    found = one.addresses.flatten().tolist(), (none if second is None else second).flatten().tolist()
     hybrid.collect()
     hybrid.shared.join()
     return found
@@ -91,9 +92,10 @@ class Policy:
         return [(self.used[cell] + usual) / (self.seen[cell] + PRIOR) for cell in cells]
 
 
-@pytest.mark.parametrize("slots", [3, 9, EXPERTS])
-def test_follows_the_policy(slots: int, generator: torch.Generator) -> None:
-    hybrid = make(slots, generator)
+@pytest.mark.parametrize(("slots", "early"), [(3, False), (9, False), (3, True), (9, True), (EXPERTS, True)])
+def test_follows_the_policy(slots: int, early: bool, generator: torch.Generator) -> None:
+    """Early: what is used does not go, and experts of several rows are read first."""
+    hybrid = make(slots, generator, early=early)
     cache, policy = hybrid.cache, Policy()
     gpu = pcie = cpu = stayed = moved = 0
     chosen = [0] * EXPERTS
@@ -106,12 +108,24 @@ def test_follows_the_policy(slots: int, generator: torch.Generator) -> None:
         flat = ids.flatten().tolist()
         chosen = [count + flat.count(expert) for expert, count in enumerate(chosen)]
         used = sorted({expert for expert in flat if 0 <= expert < EXPERTS})
-        missing = sorted((e for e in used if e not in before), key=lambda e: (flat.count(e) > 1, e))
+        missing = sorted(
+            (e for e in used if e not in before), key=lambda e: ((flat.count(e) > 1) != early, e)
+        )
         taken = missing[: math.floor(len(missing) * share + 0.5)]
         stays = taken[: cache.reserve]
         addresses, sources = step(hybrid, ids, generator)
         for expert, address, source in zip(flat, addresses, sources, strict=True):
             where = cache.host_at + expert * cache.stride
+            if early and share:
+                if expert in before:
+                    assert (address, source) == (cache.cache_at + before[expert] * cache.stride, 0)
+                elif expert in stays:
+                    room = cache.cache_at + free[stays.index(expert)] * cache.stride
+                    assert (address, source) == (0, room)
+                else:
+                    assert address == 0
+                    assert (source != 0) == (expert in taken)
+                continue
             slot = free[stays.index(expert)] if expert in stays else before.get(expert, 0)
             in_slot = cache.cache_at + slot * cache.stride
             if expert in stays:
@@ -125,13 +139,12 @@ def test_follows_the_policy(slots: int, generator: torch.Generator) -> None:
         worth = policy.step(set(used))
         held = set(before) | set(stays)
         came = set()
-        for _ in range(min(1 if share else 2, slots)):
+        for _ in range(min(2 if not share or (early and len(ids) > 1) else 1, slots)):
             absent = [expert for expert in range(EXPERTS) if expert not in held]
-            best, worst = (
-                max(absent, key=lambda e: (worth[e], -e), default=None),
-                min(held, key=lambda e: worth[e]),
-            )
-            if best is None or worth[best] <= worth[worst] + GAIN:
+            may_go = [expert for expert in held if not (early and expert in used)]
+            best = max(absent, key=lambda e: (worth[e], -e), default=None)
+            worst = min(may_go, key=lambda e: worth[e], default=None)
+            if best is None or worst is None or worth[best] <= worth[worst] + GAIN:
                 break
             held = (held - {worst}) | {best}
             came.add(best)

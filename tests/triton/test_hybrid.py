@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from hetero.core import Activation, ActKind, ExpertSpec, InputError
 from hetero.cpu import CpuExperts
 from hetero.formats import parse_format
-from hetero.ops.gpu.hybrid import DirectPort, HybridExperts
-from hetero.ops.gpu.hybrid_shared import LONGEST, HybridShared
+from hetero.ops.gpu.hybrid import DirectPort, HybridExperts, TierCounts
+from hetero.ops.gpu.hybrid_shared import LONGEST, SIZES, HybridShared, Sides
 from hetero.ops.gpu.pinned import PinnedArena, pin_all
 from tests.cpu.reference import Weights, fill, random_weights
 from tests.triton.flips import EXACT, beyond, borders, decoded, excess
@@ -29,9 +29,11 @@ BIAS = ExpertSpec(9, 64, 16, 2, Activation(ActKind.SILU, alpha=1.702, up_offset=
 ROWS = 4
 
 
-def make(spec: ExpertSpec, fmt: str, slots: int, share: float, generator: torch.Generator) -> HybridExperts:
+def make(
+    spec: ExpertSpec, fmt: str, slots: int, share: float, generator: torch.Generator, *, early: bool = True
+) -> HybridExperts:
     experts = fill(CpuExperts(spec, parse_format(fmt)), random_weights(spec, generator))
-    shared = HybridShared(DEVICE, share=share)
+    shared = HybridShared(DEVICE, share=share, early=early, soon=early)
     port = DirectPort([experts], ROWS, DEVICE)
     return HybridExperts(experts, 0, port, shared, slots=slots, arena=PinnedArena(experts, DEVICE))
 
@@ -58,11 +60,15 @@ def check_steps(
 
 
 @pytest.mark.parametrize(
-    ("slots", "share"), [(0, 0.0), (0, 1.0), (3, 0.0), (3, 1.0), (9, 0.5), (9, 1.0), (12, 0.5)]
-)
-def test_steps_equal_the_cpu(slots: int, share: float, generator: torch.Generator) -> None:
+    ("slots", "share", "early"),
+    [
+        (0, 0.0, True), (0, 1.0, True), (0, 1.0, False), (3, 0.0, True), (3, 1.0, False), (9, 0.5, True),
+        (9, 1.0, False), (12, 0.5, True),
+    ],
+)  # fmt: skip
+def test_steps_equal_the_cpu(slots: int, share: float, early: bool, generator: torch.Generator) -> None:
     """Experts come and go between the steps. On a GPU many of them."""
-    hybrid = make(SPEC, "int4", slots, share, generator)
+    hybrid = make(SPEC, "int4", slots, share, generator, early=early)
     steps = 300 if CUDA else 2
     check_steps(hybrid, steps, generator)
     counts = hybrid.counts()
@@ -77,14 +83,15 @@ def test_steps_equal_the_cpu(slots: int, share: float, generator: torch.Generato
 
 @pytest.mark.parametrize(("spec", "fmt"), [(ODD, "int8"), (ODD, "bf16"), (BIAS, "int4 g64")])
 def test_other_shapes_and_formats(spec: ExpertSpec, fmt: str, generator: torch.Generator) -> None:
-    hybrid = make(spec, fmt, 8, 0.6, generator)
+    early = fmt == "int8"
+    hybrid = make(spec, fmt, 8, 0.6, generator, early=early)
     x, _, weights = inputs(spec, 1, generator)
     absent = torch.tensor([[7, 8]])
     wanted = hybrid.experts.forward(x, absent, weights)
     hybrid.submit(x.to(DEVICE), absent.to(DEVICE), weights.to(DEVICE))
     allowed = borders(hybrid.experts, decoded(hybrid.experts), x, absent, weights)
     assert excess(hybrid.collect(), wanted, allowed) < EXACT
-    # Biases lie apart from what a program brings, so with them nothing stays.
+    # Biases lie apart from what a program brings that computes, so with them nothing stays.
     assert hybrid.counts().stayed == (not spec.has_bias)
     check_steps(hybrid, 100 if CUDA else 1, generator)
 
@@ -109,6 +116,42 @@ def test_the_cpu_alone(generator: torch.Generator) -> None:
     check_steps(hybrid, 2, generator)
     assert hybrid.counts().cpu > 0
     assert hybrid.nbytes == 0
+
+
+def test_what_is_brought_crosses_once(generator: torch.Generator) -> None:
+    """Experts of several rows first: one into each free slot, then as many as there is room for, each listed
+    once; the others are read in place."""
+    experts = fill(CpuExperts(SPEC, parse_format("int4")), random_weights(SPEC, generator))
+    arena = PinnedArena(experts, DEVICE)
+    stride = arena.view.shape[1]
+    shared = HybridShared(DEVICE, share=1.0, piece=stride, early=True, soon=True)
+    hybrid = HybridExperts(experts, 0, DirectPort([experts], ROWS, DEVICE), shared, slots=8, arena=arena)
+    x, _, weights = inputs(SPEC, 4, generator)
+    ids = torch.tensor([[0, 5], [6, 7], [8, 9], [10, 7]])  # 0 is here
+    hybrid.submit(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+    count, *listed = hybrid._coming.tolist()
+    assert count == hybrid.cache.reserve + 2 == 5
+    host, cache = hybrid.cache.host_at, hybrid.cache.cache_at
+    assert listed[:10:2] == [host + expert * stride for expert in (5, 6, 7, 8, 9)]
+    room = shared.staging.data_ptr()
+    assert sorted(listed[1:10:2]) == sorted(
+        [*(cache + slot * stride for slot in (5, 6, 7)), room, room + stride]
+    )
+    step = hybrid._pending[-1]
+    assert step.addresses.tolist() == [[cache, 0], [0, 0], [0, 0], [0, 0]]
+    assert step.read is not None
+    assert step.read[1, 1] == step.read[3, 1] == cache + 5 * stride
+    assert step.read[3, 0] == host + 10 * stride
+    wanted = experts.forward(x, ids, weights)
+    given = x, ids, weights
+    assert beyond(experts, decoded(experts), hybrid.collect(), wanted, given) < EXACT
+    assert hybrid.counts() == TierCounts(gpu=1, pcie=6, cpu=0, stayed=3, moved=0)
+    # A step that begins before another one is collected has no room there.
+    for _ in range(2):
+        hybrid.submit(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+    assert [one.read is None for one in hybrid._pending] == [False, True]
+    hybrid.forget()
+    assert shared.stages(1, stride) == 2
 
 
 def test_two_steps_in_flight_and_something_extra(generator: torch.Generator) -> None:
@@ -155,22 +198,31 @@ def test_a_collect_that_fails_leaves_the_slots_whole(generator: torch.Generator)
 
 def test_the_split_ends_both_sides_together() -> None:
     shared = HybridShared("cpu", share=0.4)
-    assert shared.shares()[:6].tolist() == [0, 0, 1, 1, 2, 2]
-    shared.balance(cpu=2.0, pcie=1.0, lead=0.0, own=0.0)
-    assert shared.shares()[:7].tolist() == [0, 0, 0, 1, 1, 1, 2]
-    cpu, pcie, lead, own = 29e3, 17e3, 12e-6, 15e-6
-    shared.balance(cpu, pcie, lead, own)
-    table = shared.shares().tolist()
-    for misses in (1, 2, 3, 8, 80, LONGEST):
-        ends = [max(lead + (misses - t) / cpu, t and own + t / pcie) for t in range(misses + 1)]
-        assert ends[table[misses]] == min(ends)
+    assert shared.shares()[:, :6].tolist() == [[0, 0, 1, 1, 2, 2]] * len(SIZES)
+    assert Sides(cpu=0.5, pcie=1.0, lead=0.0, own=0.0).split()[:7] == [0, 0, 0, 1, 1, 1, 2]
+    sides = [Sides(cpu / 29e3, 1 / 17e3, 12e-6, 15e-6) for cpu in (1.0, 0.9, 0.8, 0.7, 0.6)]
+    shared.balance(sides)
+    for table, (cpu, pcie, lead, own) in zip(shared.shares().tolist(), sides, strict=True):
+        for misses in (1, 2, 3, 8, 80, LONGEST):
+            ends = [
+                max((misses > t) * lead + (misses - t) * cpu, t and own + t * pcie) for t in range(misses + 1)
+            ]
+            assert ends[table[misses]] == min(ends)
+    assert torch.equal(shared.split_of(3), shared.split_of(4))
+    assert shared.split_of(8).tolist() == sides[3].split()
+    assert [shared.most_of(rows).item() for rows in (1, 2, 16, 40)] == [1, 2, 2, 2]
+    saved = shared.shares().tolist()
+    shared.set_share(0.0)
+    assert [shared.most_of(rows).item() for rows in (1, 16)] == [2, 2]
+    shared.set_split(saved)
+    assert shared.shares().tolist() == saved
     for wrong in ([1], [-1] * (LONGEST + 1)):
         with pytest.raises(ValueError, match="a split needs 1025 counts"):
             shared.set_split(wrong)
     with pytest.raises(ValueError, match=r"share of 1\.5"):
         shared.set_share(1.5)
-    with pytest.raises(ValueError, match="rates of 0"):
-        shared.balance(0, 1)
+    with pytest.raises(ValueError, match="an expert takes some time"):
+        shared.balance([Sides(0, 1)] * len(SIZES))
 
 
 def test_refusals(generator: torch.Generator) -> None:

@@ -204,12 +204,12 @@ class Fusing:
         if said is not None:
             shared.set_share(said)
         elif self.device.type == "cuda":
-            rates = share.measure(self.experts, arenas, self.device)
-            size = arenas[0].view.shape[1]
-            shared.balance(rates.cpu / size, rates.bus / size)
+            found = share.measure(self.experts, arenas, self.device, max(self.rows))
+            shared.balance(found.sides)
+            rates = found.rates
             self.say(
                 f"the GPU reads about {rates.share:.0%} of the experts that it lacks (measured: "
-                f"{rates.bus / 1e9:.0f} GB/s over the bus, {rates.cpu / 1e9:.0f} by the CPU)"
+                f"{rates.bus / 1e9:.0f} GB/s over the bus, {rates.cpu / 1e9:.0f} by the CPU beside it)"
             )
 
 

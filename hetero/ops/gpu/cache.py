@@ -32,12 +32,13 @@ _OLD = 1 << 20
 # Words that a program of ``fetch`` has on their way, and programs. With half of the bytes an expert of 2.8 MB
 # took 75 us on an H200, 37 GB/s.
 _WORDS, _FETCHERS = 4096, 24
+_BRINGERS = 64
+"""Programs of ``bring``, for which a step waits: a megabyte on its way keeps PCIe busy without a gap."""
 
 
 class ExpertCache:
     """``slots`` of the experts in ``host``, uint8 [experts, stride], which on a GPU must be pinned where
-    experts are to come after ``seed``. ``moves``: most of a step, fewer where ``most`` int32 [1] on the
-    device says so.
+    experts are to come after ``seed``. ``moves``: most of a step.
 
     Begins with the first experts. Nothing here waits for the device, and all state is on it, so that ``move``
     can be captured in a graph; ``seed``, ``unlearn``, ``observe`` and ``counts`` are for outside.
@@ -51,7 +52,6 @@ class ExpertCache:
         *,
         moves: int = MOVES,
         top_k: int = 1,
-        most: Tensor | None = None,
     ) -> None:
         experts, stride = host.shape
         if not 0 <= slots <= experts:
@@ -70,7 +70,7 @@ class ExpertCache:
         self.slot_of = state(experts, -1)
         self.free, self.incoming = state(max(self.reserve, 1), -1), state(max(self.reserve, 1), -1)
         self._moves = state(2 * max(self.moves, 1), -1)
-        self._most = state(1, self.moves) if most is None else most
+        self._most = state(1, self.moves)
         self._age, self._often = state(experts, _OLD), state(experts, 0, torch.float32)
         cells = cache_kernels.CELLS.value
         # As if each class had been seen a little, and its frequency had told the chance.
@@ -143,14 +143,20 @@ class ExpertCache:
         self._used.copy_(self._usual)
         self.chosen.zero_()
 
-    def choose(self, ids: Tensor) -> None:
+    def choose(self, ids: Tensor, most: Tensor | None = None, *, soon: bool = False) -> None:
         """In a step that uses ``ids`` int64 [T, k], once it was looked up: learn from it, and choose the
-        experts that ``fetch`` shall bring, behind this and behind the step's own experts."""
+        experts that ``fetch`` shall bring, behind this, and behind the step's own experts unless ``soon``.
+        ``most`` int32 [1] on the device: no more than so many."""
         cache_kernels.choose[(1,)](
             ids, self.slot_of, self.free, self.incoming, self._age, self._often, self._seen, self._used,
-            self.chosen, self._moves, self._most, self.totals, ids.numel(), self._decay, self._fade, PRIOR,
-            GAIN, **self.sizes, MOVES=self.moves, num_warps=8,
+            self.chosen, self._moves, self._most if most is None else most, self.totals, ids.numel(),
+            self._decay, self._fade, PRIOR, GAIN, **self.sizes, MOVES=self.moves, SOON=soon, num_warps=8,
         )  # fmt: skip
+
+    def bring(self, coming: Tensor) -> None:
+        """Copy the experts that a step's look-up has put into ``coming`` (``cache_kernels.find``)."""
+        programs = 1 if self.device.type == "cpu" else _BRINGERS
+        cache_kernels.bring[(programs,)](coming, self.memory, self.stride, WORDS=_WORDS)
 
     def fetch(self) -> None:
         """Bring the experts that ``choose`` has told."""

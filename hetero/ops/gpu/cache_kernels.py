@@ -13,8 +13,9 @@ State of a layer, all on the device:
   are added to each class, so that one of which little was seen is not taken for likely.
   benchmarks/cache_policy.py compares this with other policies.
 
-A layer's step: ``find`` before its experts; ``choose`` beside or after them; then ``fetch``, after them,
-which may run beside everything else but the layer's next ``find``.
+A layer's step: ``find`` before its experts; ``bring``, where what is read over PCIe shall lie in GPU memory
+before it is computed; ``choose`` and then ``fetch`` beside or after the experts (SOON: before), which may
+run beside everything else but the layer's next ``find``.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ CELLS = tl.constexpr(64)
 @triton.jit
 def find(
     ids, slot_of, split, free, incoming, place, addresses, sources, cpu_ids, counts, cache_at, host_at,
-    stride, pairs, weights, chosen, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
-    RESERVE: tl.constexpr, STAY: tl.constexpr, LONGEST: tl.constexpr, DEFER: tl.constexpr,
+    stride, pairs, weights, chosen, coming, staging_at, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, RESERVE: tl.constexpr, STAY: tl.constexpr, LONGEST: tl.constexpr,
+    DEFER: tl.constexpr, STAGED: tl.constexpr,
 ):  # fmt: skip
     """Who computes each of ``ids`` int64 [pairs]; called by one program.
 
@@ -47,6 +49,12 @@ def find(
     ``split`` int32 [LONGEST + 1]; ``place`` int64 [2, EXPERTS]: scratch. Added to ``counts`` int64: experts
     found in GPU memory, read from host memory, left to the CPU, each once. WIDTH and PAIRS: EXPERTS and
     pairs as powers of two.
+
+    STAGED > 0: experts read from host memory are brought before they are computed, each once, by ``bring``:
+    those that stay to their slots, up to STAGED others to places of ``stride`` bytes from ``staging_at`` on;
+    the rest is read in place. ``coming`` int64 [1 + 2 * (RESERVE + STAGED)]: how many, then where each comes
+    from and goes to. ``addresses`` int64 [2, pairs] are then those of experts found in GPU memory, and those
+    of experts that the GPU reads; ``sources`` is 0.
 
     DEFER: so many of the CPU's experts of each token, ``chosen`` pairs long, those of the lowest ``weights``
     float32 [pairs], are put off: their ids stand in ``cpu_ids`` + EXPERTS (``deferral.put_off``).
@@ -61,22 +69,37 @@ def find(
     missing = known & (uses > 0) & (slot < 0)
     misses = tl.sum(missing.to(tl.int32))
     taken = tl.minimum(tl.load(split + tl.minimum(misses, LONGEST)), misses)
-    # Read in place, an expert crosses once for each of its pairs: those of one pair first.
     single = (missing & (uses == 1)).to(tl.int32)
     several = (missing & (uses > 1)).to(tl.int32)
-    rank = tl.where(single > 0, tl.cumsum(single, 0), tl.sum(single) + tl.cumsum(several, 0))
+    if STAGED > 0:
+        # Rows cost a GPU nothing, the CPU a little.
+        rank = tl.where(several > 0, tl.cumsum(several, 0), tl.sum(several) + tl.cumsum(single, 0))
+    else:
+        # Read in place, an expert crosses once for each of its pairs: those of one pair first.
+        rank = tl.where(single > 0, tl.cumsum(single, 0), tl.sum(single) + tl.cumsum(several, 0))
     from_host = missing & (rank <= taken)
     at_host = tl.where(from_host, host_at + expert * stride, 0)
     address = tl.where(here, cache_at + slot * stride, at_host)
     source = tl.zeros((WIDTH,), tl.int64)
+    kept = expert < 0
     if STAY and RESERVE > 0:
         first = from_host & (rank <= RESERVE)
         room = tl.load(free + tl.maximum(rank - 1, 0), first, NOTHING).to(tl.int64)
-        stays = first & (room >= 0)
-        source = tl.where(stays, at_host, source)
-        address = tl.where(stays, cache_at + room * stride, address)
+        kept = first & (room >= 0)
+        source = tl.where(kept, at_host, source)
+        address = tl.where(kept, cache_at + room * stride, address)
         # ``choose`` has cleared it.
-        tl.store(incoming + rank - 1, expert, stays)
+        tl.store(incoming + rank - 1, expert, kept)
+    if STAGED > 0:
+        number = tl.cumsum((from_host & (kept == 0)).to(tl.int32), 0)
+        spare = from_host & (kept == 0) & (number <= STAGED)
+        address = tl.where(spare, staging_at + (number - 1).to(tl.int64) * stride, address)
+        brought = kept | spare
+        entry = coming + 2 * tl.cumsum(brought.to(tl.int32), 0)
+        tl.store(entry - 1, at_host, brought)
+        tl.store(entry, address, brought)
+        tl.store(coming, tl.sum(brought.to(tl.int64)))
+        source = tl.where(from_host, address, 0)
     tl.store(place + expert, address, known)
     tl.store(place + EXPERTS + expert, source, known)
     tl.store(counts, tl.load(counts) + tl.sum(here.to(tl.int64)))
@@ -89,8 +112,14 @@ def find(
     mine = tl.load(ids + at, live, 0)
     valid = live & (mine >= 0) & (mine < EXPERTS)
     found = tl.load(place + mine, valid, 0)
-    tl.store(addresses + at, found, live)
-    tl.store(sources + at, tl.load(place + EXPERTS + mine, valid, 0), live)
+    second = tl.load(place + EXPERTS + mine, valid, 0)
+    if STAGED > 0:
+        tl.store(addresses + at, tl.where(second == 0, found, 0), live)
+        tl.store(addresses + pairs + at, second, live)
+        tl.store(sources + at, tl.zeros((PAIRS,), tl.int64), live)
+    else:
+        tl.store(addresses + at, found, live)
+        tl.store(sources + at, second, live)
     left = valid & (found == 0)
     if DEFER > 0:
         weight = tl.load(weights + at, live, 0.0)
@@ -122,14 +151,16 @@ def choose(
     ids, slot_of, free, incoming, age, often, seen, used, chosen, moves, most, counts, pairs, decay, fade,
     prior, gain,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, RESERVE: tl.constexpr, MOVES: tl.constexpr,
+    SOON: tl.constexpr,
 ):  # fmt: skip
     """In a step that uses ``ids`` int64 [pairs]: learn from it, take in what it reads into free slots, and
     tell ``fetch`` what else should come; one program.
 
     ``moves`` int32 [MOVES, 2]: an expert and the slot for it, or -1; at most ``most`` int32 [1] of them. An
     expert comes where it is worth ``gain`` more than the least worthy one that is here, so that experts which
-    are used alike do not take turns. Added to ``counts`` + 3 and + 4 int64: experts that stayed, and that
-    were moved; to ``chosen`` int64 [EXPERTS]: the pairs of each expert.
+    are used alike do not take turns. SOON: they come while the step still computes, so none goes that it
+    uses. Added to ``counts`` + 3 and + 4 int64: experts that stayed, and that were moved; to ``chosen`` int64
+    [EXPERTS]: the pairs of each expert.
     """
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
@@ -168,7 +199,10 @@ def choose(
     moved = 0
     for one in tl.static_range(MOVES):
         absent = tl.where(known & (slot < 0), worth, -1.0)
-        held = tl.where(known & (slot >= 0), worth, float("inf"))
+        may_go = known & (slot >= 0)
+        if SOON:
+            may_go = may_go & (now == 0)
+        held = tl.where(may_go, worth, float("inf"))
         best, worst = tl.argmax(absent, 0), tl.argmin(held, 0)
         goes = (one < limit) & (tl.max(absent, 0) > tl.min(held, 0) + gain)
         room = tl.max(tl.where(expert == worst, slot, NOTHING), 0)
@@ -189,6 +223,21 @@ def choose(
     tl.store(slot_of + expert, slot, known)
     tl.store(counts + 3, tl.load(counts + 3) + stayed)
     tl.store(counts + 4, tl.load(counts + 4) + moved)
+
+
+@triton.jit
+def bring(coming, base, stride, WORDS: tl.constexpr):
+    """Copy what ``find`` has put into ``coming``, one expert after the other; any number of programs, which
+    have WORDS words on their way each. ``base``: any pointer to bytes; ``stride`` in bytes."""
+    words = stride // 4
+    each = tl.cdiv(words, WORDS)
+    for chunk in range(tl.program_id(0), tl.load(coming).to(tl.int32) * each, tl.num_programs(0)):
+        entry = coming + 1 + 2 * (chunk // each)
+        source = _at(base, tl.load(entry)).to(tl.pointer_type(tl.int32))
+        target = _at(base, tl.load(entry + 1)).to(tl.pointer_type(tl.int32))
+        at = chunk % each * WORDS + tl.arange(0, WORDS)
+        here = at < words
+        tl.store(target + at, tl.load(source + at, here, 0), here)
 
 
 @triton.jit

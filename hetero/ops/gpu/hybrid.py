@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor
 from hetero.core import InputError
 from hetero.cpu import CpuExperts
 from hetero.ops.gpu import hybrid_kernels, stamps
-from hetero.ops.gpu.cache import ExpertCache
+from hetero.ops.gpu.cache import RESERVE, ExpertCache
 from hetero.ops.gpu.deferral import parted
 from hetero.ops.gpu.experts import EXACT_ROWS
 from hetero.ops.gpu.hybrid_prefill import ROWS, Chunk
-from hetero.ops.gpu.hybrid_shared import LONGEST, HybridShared
+from hetero.ops.gpu.hybrid_shared import LONGEST, MOST_STAGED, HybridShared
 from hetero.ops.gpu.launch import ExpertLaunch, check_format
 from hetero.ops.gpu.pinned import PinnedArena
 from hetero.trace import AHEAD, SUBMIT, WAIT
@@ -117,7 +118,8 @@ class TierCounts:
 
 
 class _Step(NamedTuple):
-    """What ``collect`` needs of a ``submit``."""
+    """What ``collect`` needs of a ``submit``. ``addresses``: of experts in GPU memory and of those that are
+    read in place; ``read``: of those that are brought beforehand, once ``mark`` says so."""
 
     rows: int
     ids: Tensor
@@ -125,6 +127,8 @@ class _Step(NamedTuple):
     addresses: Tensor
     sources: Tensor | None
     quantised: tuple[Tensor, Tensor]
+    read: Tensor | None
+    mark: Any
 
 
 class HybridExperts:
@@ -135,8 +139,8 @@ class HybridExperts:
     InputError for experts that the GPU's kernels do not read, where there is an arena.
 
     A decode step is ``submit``, the GPU's other work, ``collect``, which also starts the moves of the cache
-    on the side; all can be captured. A layer may be submitted again before its collect (micro-batches);
-    collects come in the same order.
+    on the side; all can be captured. No layer is submitted again before its collect where the port has one
+    place for it, as a lane of the hand-off has.
     """
 
     def __init__(
@@ -166,15 +170,16 @@ class HybridExperts:
             self.launch = ExpertLaunch(spec, experts.format, self.device)
         elif slots:
             raise ValueError("slots without memory that the GPU can read")
-        host = arena.view if arena is not None else torch.empty(spec.num_experts, 0, dtype=torch.uint8)
-        self._host = host
+        empty = spec.num_experts, 0
+        self._host = arena.view if arena is not None else torch.empty(empty, dtype=torch.uint8)
         self.cache = self._cache(slots)
         shared.prefiller.add(self)
         self._place = torch.empty(2 * spec.num_experts, dtype=torch.int64, device=self.device)
+        self._coming = torch.zeros(1 + 2 * (RESERVE + MOST_STAGED), dtype=torch.int64, device=self.device)
 
     def _cache(self, slots: int) -> ExpertCache:
         top_k, shared = self.experts.spec.top_k, self.shared
-        return ExpertCache(self._host, slots, self.device, moves=shared.moves, top_k=top_k, most=shared.most)
+        return ExpertCache(self._host, slots, self.device, moves=shared.moves, top_k=top_k)
 
     def resize(self, slots: int) -> None:
         """Another number of slots, which begin with the first experts. Before a capture only: steps that were
@@ -204,51 +209,71 @@ class HybridExperts:
             )
         self.shared.await_moves(self.layer)
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-        addresses, sources = torch.empty_like(ids), torch.empty_like(ids)
-        # One step at a time has the free slots. Biases lie apart from the rows that a program brings.
-        stays = cache.reserve > 0 and cache.moves > 0 and not self._pending and not spec.has_bias
-        launch = self.launch
+        launch, shared = self.launch, self.shared
+        staged = shared.stages(rows, cache.stride) if launch else 0
+        # Of experts in GPU memory and, where some are brought, of these.
+        addresses = torch.empty(2 if staged else 1, rows, slots, dtype=torch.int64, device=self.device)
+        sources = torch.empty_like(ids)
+        # One step at a time has the free slots. Read by programs that compute with them, biases lie apart.
+        stays = cache.reserve > 0 and cache.moves > 0 and not self._pending
+        stays = stays and (staged > 0 or not spec.has_bias)
         wide = launch.up["K"] if launch else spec.hidden
         coded = launch is not None and launch.format.quantised
         q = torch.empty(rows, wide, dtype=torch.int8 if coded else torch.float32, device=self.device)
         scales = torch.empty(rows, -(-wide // 32), dtype=torch.float32, device=self.device) if coded else q
         chunks = -(-wide // (32 * _GROUPS))
         hybrid_kernels.submit[(1 + rows * chunks,)](
-            x, ids, weights, cache.slot_of, self.shared.split if launch else self.shared.no_split, cache.free,
+            x, ids, weights, cache.slot_of, shared.split_of(rows) if launch else shared.no_split, cache.free,
             cache.incoming, self._place, addresses, sources, cache.totals, to.x, to.ids, to.weights, q,
-            scales, cache.cache_at, cache.host_at, cache.stride, rows * slots, slots,
+            scales, cache.cache_at, cache.host_at, cache.stride, rows * slots, slots, self._coming,
+            shared.staging.data_ptr(),
             HIDDEN=spec.hidden, K=wide, QUANTISED=coded, GROUPS=_GROUPS, CHUNKS=chunks,
             PAIRS=triton.next_power_of_2(rows * slots), STAY=stays, LONGEST=LONGEST,
-            DEFER=self.shared.defer, **cache.sizes,
+            DEFER=shared.defer, STAGED=staged, **cache.sizes,
         )  # fmt: skip
         self.port.record_submit(self.layer)
         stamps.lap(SUBMIT)
+        # Behind the flag, which would else wait for what crosses PCIe.
+        mark = shared.stage(self._bring) if staged else None
+        if shared.soon and cache.moves > 0 and not self._pending:
+            choose = partial(cache.choose, ids, shared.most_of(rows), soon=True)
+            shared.learn(self.layer, ids, choose, self._fetch)
         quantised = (q.view(torch.int32), scales) if coded else (q, q)
-        self._pending.append(_Step(rows, ids, weights, addresses, sources if stays else None, quantised))
+        self._pending.append(
+            _Step(
+                rows, ids, weights, addresses[0], sources if stays or staged else None, quantised,
+                addresses[1] if staged else None, mark,
+            )
+        )  # fmt: skip
 
     def collect(self, extra: Tensor | None = None) -> Tensor:
         """float32 [R, hidden]: the GPU's share, then the CPU's, then ``extra`` [R, hidden] added to them."""
         if not self._pending:
             raise RuntimeError(f"collect of layer {self.layer}, which was not submitted")
         step = self._pending.popleft()
-        moves = self.cache.moves > 0 and not self._pending
+        moves = self.cache.moves > 0 and not self.shared.soon and not self._pending
+        most = self.shared.most_of(step.rows)
         if moves:
-            self.shared.fork(self.layer, step.ids, self.cache.choose)
+            self.shared.fork(self.layer, step.ids, lambda ids: self.cache.choose(ids, most))
         try:
             return self._sum(step, extra)
         finally:
             # Not before: the flag and the CPU's sum would wait behind experts on PCIe. But whatever happens:
             # what was chosen counts as there.
             if moves:
-                self.shared.fork(self.layer, step.ids, self._fetch)
+                self.shared.fork(self.layer, step.ids, lambda _: self._fetch())
+            if step.read is not None:
+                self.shared.unstage()
 
     def _sum(self, step: _Step, extra: Tensor | None) -> Tensor:
-        own = None
+        own = read = None
         if self.launch is not None:
-            own = self.launch.few(
-                self.cache.memory, step.quantised, step.addresses, step.weights, step.sources
-            )
-        stamps.lap_experts(self.cache.totals[:3], self.experts.whole_bytes)
+            given = self.cache.memory, step.quantised
+            own = self.launch.few(*given, step.addresses, step.weights, step.sources)
+            if step.read is not None:
+                self.shared.staged(step.mark)
+                read = self.launch.few(*given, step.read, step.weights, step.sources)
+        stamps.lap_experts(self.cache.totals[:3], self.experts.whole_bytes, in_place=step.read is None)
         if self.before_wait is not None:
             self.before_wait()
             stamps.lap(AHEAD)
@@ -258,12 +283,18 @@ class HybridExperts:
         out = torch.empty(step.rows, self.experts.spec.hidden, device=self.device)
         count = out.numel()
         hybrid_kernels.add[(-(-count // _WIDTH),)](
-            out if own is None else own, result, out if extra is None else extra.contiguous(), out, count,
-            HAS_OWN=own is not None, HAS_EXTRA=extra is not None, WIDTH=_WIDTH,
+            out if own is None else own, out if read is None else read, result,
+            out if extra is None else extra.contiguous(), out, count,
+            HAS_OWN=own is not None, HAS_READ=read is not None, HAS_EXTRA=extra is not None, WIDTH=_WIDTH,
         )  # fmt: skip
         return out
 
-    def _fetch(self, _: Tensor) -> None:
+    def _bring(self) -> None:
+        stamps.start()
+        self.cache.bring(self._coming)
+        stamps.lap_reads(self.cache.totals[1:4], self.experts.whole_bytes)
+
+    def _fetch(self) -> None:
         stamps.start()
         self.cache.fetch()
         stamps.lap_moves(self.cache.totals[2:], self.cache.stride)
@@ -271,6 +302,7 @@ class HybridExperts:
     def forget(self) -> None:
         """A recording was given up: what was submitted will not be collected."""
         self._pending.clear()
+        self.shared.unstage()
 
     def prefill(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x bf16 [T, hidden], ids int64 [T, k], weights float32 [T, k], any T -> float32 [T, hidden];

@@ -14,11 +14,11 @@ from hetero.ops.gpu.expert_kernels import ACT_GROUP, _at, coded
 @triton.jit
 def submit(
     x, ids, weights, slot_of, split, free, incoming, place, addresses, sources, counts, to_x, to_ids,
-    to_weights, q, scales, cache_at, host_at, stride, pairs, chosen,
+    to_weights, q, scales, cache_at, host_at, stride, pairs, chosen, coming, staging_at,
     HIDDEN: tl.constexpr, K: tl.constexpr, QUANTISED: tl.constexpr, GROUPS: tl.constexpr, CHUNKS:
     tl.constexpr,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, RESERVE: tl.constexpr, STAY:
-    tl.constexpr, LONGEST: tl.constexpr, DEFER: tl.constexpr,
+    tl.constexpr, LONGEST: tl.constexpr, DEFER: tl.constexpr, STAGED: tl.constexpr,
 ):  # fmt: skip
     """The CPU's payload (``to_x``, ``to_ids``, ``to_weights``, in mapped host memory) and the GPU's: program
     0 finds who computes what (``cache_kernels.find``), the others each copy and quantise GROUPS groups of a
@@ -31,7 +31,8 @@ def submit(
     if program == 0:
         cache_kernels.find(
             ids, slot_of, split, free, incoming, place, addresses, sources, to_ids, counts, cache_at, host_at,
-            stride, pairs, weights, chosen, EXPERTS, WIDTH, PAIRS, RESERVE, STAY, LONGEST, DEFER,
+            stride, pairs, weights, chosen, coming, staging_at, EXPERTS, WIDTH, PAIRS, RESERVE, STAY, LONGEST,
+            DEFER, STAGED,
         )  # fmt: skip
         pair = tl.arange(0, PAIRS)
         tl.store(to_weights + pair, tl.load(weights + pair, pair < pairs, 0.0), pair < pairs)
@@ -95,15 +96,21 @@ def gate_up(
 
 
 @triton.jit
-def add(own, result, extra, out, count, HAS_OWN: tl.constexpr, HAS_EXTRA: tl.constexpr, WIDTH: tl.constexpr):
-    """out = own + result + extra, float32 [count]; programs of WIDTH. ``result`` is the CPU's, in mapped host
-    memory; ``extra`` of any type."""
+def add(
+    own, read, result, extra, out, count,
+    HAS_OWN: tl.constexpr, HAS_READ: tl.constexpr, HAS_EXTRA: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """out = own + read + result + extra, float32 [count]; programs of WIDTH. ``result`` is the CPU's, in
+    mapped host memory; ``extra`` of any type."""
     at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     here = at < count
     # What the CPU wrote may not come from a cache.
     total = tl.load(result + at, here, 0.0, cache_modifier=".cv")
     if HAS_OWN:
-        total = tl.load(own + at, here, 0.0) + total
+        mine = tl.load(own + at, here, 0.0)
+        if HAS_READ:
+            mine += tl.load(read + at, here, 0.0)
+        total = mine + total
     if HAS_EXTRA:
         total += tl.load(extra + at, here, 0.0).to(tl.float32)
     tl.store(out + at, total, here)

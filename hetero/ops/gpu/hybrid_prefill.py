@@ -160,6 +160,11 @@ class Prefiller:
         """Bytes of GPU memory: staging buffers and intermediate rows."""
         return self._staging.numel() + sum(part.nbytes for part in self._room or ())
 
+    @property
+    def staging(self) -> Tensor:
+        """The buffers, uint8 on the device, which nothing uses while no chunk is under way."""
+        return self._staging
+
     def add(self, layer: Layer) -> None:
         """A layer that will be given chunks."""
         self._layers[layer.layer] = layer
@@ -309,8 +314,9 @@ class Prefiller:
         """Add what lies in pinned host memory, read in place: a copy would wait behind the next layer's
         experts, which are on their way by now."""
         hybrid_kernels.add[(-(-out.numel() // _WIDTH),)](
-            out, result, out, out, out.numel(), HAS_OWN=True, HAS_EXTRA=False, WIDTH=_WIDTH
-        )
+            out, out, result, out, out, out.numel(),
+            HAS_OWN=True, HAS_READ=False, HAS_EXTRA=False, WIDTH=_WIDTH,
+        )  # fmt: skip
         if self._cuda:
             # Its memory is given back once the kernel has read it.
             self._lend(result)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from hetero.config import settings
 from hetero.ops.gpu.cache import MOVES
 from hetero.ops.gpu.hybrid_prefill import PIECE, Prefiller
 from hetero.ops.gpu.tiers import Rates
@@ -16,19 +17,56 @@ from hetero.ops.gpu.tiers import Rates
 LONGEST = 1024
 """Misses of a step up to which the split tells how many the GPU reads; beyond it as for so many."""
 
+SIZES = (1, 2, 4, 8, 16)
+"""Rows of steps that have a split of their own; other numbers take that of the next one."""
+
 _FEW = 8  # misses of a step of one row
 
+MOST_STAGED = 64
+"""Experts that a step brings and does not keep, at most."""
+
 LEAD_S, OWN_S = 13.5e-6, 15e-6
-"""Seconds of a layer besides reading experts: of the CPU's side, flags and barriers; of the GPU's, what its
-kernels do once the bytes are there. On an H200 beside 12 cores."""
+"""Seconds of a layer besides reading experts, where nobody has measured them: of the CPU's side, flags and
+barriers; of the GPU's, what its kernels do once the bytes are there. On an H200 beside 12 cores."""
+
+
+class Sides(NamedTuple):
+    """What the two sides of a layer take in a step of so many rows: seconds of each further expert, and
+    besides (``lead`` of the CPU's, ``own`` of the GPU's)."""
+
+    cpu: float
+    pcie: float
+    lead: float = LEAD_S
+    own: float = OWN_S
+
+    def split(self, longest: int = LONGEST) -> list[int]:
+        """[longest + 1]: of so many misses how many the GPU reads so that the later side ends soonest, for
+        whole experts."""
+        if min(self.cpu, self.pcie) <= 0.0 or min(self.lead, self.own) < 0.0:
+            raise ValueError(f"{self}: an expert takes some time on either side")
+        taken, table = 0, []
+        for misses in range(longest + 1):
+
+            def ends(count: int, misses: int = misses) -> float:
+                theirs = self.lead + (misses - count) * self.cpu if count < misses else 0.0
+                return max(theirs, self.own + count * self.pcie if count else 0.0)
+
+            while taken < misses and ends(taken + 1) < ends(taken):
+                taken += 1
+            table.append(taken)
+        return table
 
 
 class Beside(Protocol):
     """A second stream: ``run`` puts work behind what the current stream holds and beside what follows,
-    ``join`` makes the current stream wait for it."""
+    ``join`` makes the current stream wait for it. ``mark`` names what it holds so far, for ``wait``, by which
+    the current stream waits for no more than that; ``follow`` makes it wait for another one."""
 
     def run(self, work: Callable[[], None]) -> None: ...
     def join(self) -> None: ...
+    def mark(self) -> Any: ...
+    def wait(self, mark: Any) -> None: ...
+    def follow(self, other: Beside) -> None: ...
 
 
 class SideStream:
@@ -52,13 +90,30 @@ class SideStream:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         self._forked = False
 
+    def mark(self) -> Any:
+        return None if self.stream is None else self.stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(mark)
+
+    def follow(self, other: Beside) -> None:
+        if self.stream is not None:
+            self.stream.wait_event(other.mark())
+
 
 class HybridShared:
     """``share`` of the experts that are not in GPU memory are read over PCIe, the CPU computes the others;
-    at most ``moves`` experts a layer and step are brought in beside it, on ``side``; one, where PCIe also has
-    a share of single steps. ``defer``: so many of a
-    token's experts that the CPU computes are added one layer later (``deferral``), which the port has to
-    know how to do; graphs that were captured keep what they have.
+    at most ``moves`` experts a layer and step are brought in beside it, on ``side``; fewer where PCIe also
+    has a share of the step (``set_split``). ``defer``: so many of a token's experts that the CPU computes are
+    added one layer later (``deferral``), which the port has to know how to do; graphs that were captured keep
+    what they have.
+
+    ``early``: what crosses PCIe for a step does so from its submit on, into GPU memory, each expert once, and
+    is computed from there; else the kernels that compute it read it where it lies. ``soon``: moves follow
+    that at once, before the step's sum is there; else they begin when the GPU's own share has ended. None: as
+    HETERO_PCIE says. Both are read when a step is captured. What is brought and does not stay lies in the
+    buffers of prompts meanwhile, so no chunk of a prompt may be under way beside a step.
 
     ``join`` at the end of every captured step: the graph then ends with its moves. ``rates``: what prompts
     are divided by; ``piece``: bytes of each of the two buffers by which they stream experts.
@@ -74,22 +129,34 @@ class HybridShared:
         defer: int = 0,
         rates: Rates | None = None,
         piece: int = PIECE,
+        early: bool | None = None,
+        soon: bool | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.moves, self.defer = moves, defer
+        said = settings().pcie == "early"
+        self.early = said if early is None else early
+        self.soon = said if soon is None else soon
         self.side: Beside = side or SideStream(self.device)
+        self._learning: Beside = SideStream(self.device)
         # Layers with moves that no later step may overtake, and what these read: it may not be freed before.
         self._forked: dict[int, Tensor] = {}
-        self.split = torch.zeros(LONGEST + 1, dtype=torch.int32, device=self.device)
-        self.no_split = torch.zeros_like(self.split)  # of layers that the GPU cannot read
-        self.most = torch.full((1,), moves, dtype=torch.int32, device=self.device)
+        self._staged = False  # a step that was not collected has experts in the buffers of prompts
+        self._tables = [[0] * (LONGEST + 1) for _ in SIZES]
+        self._split = torch.zeros(len(SIZES), LONGEST + 1, dtype=torch.int32, device=self.device)
+        self.no_split = torch.zeros(
+            LONGEST + 1, dtype=torch.int32, device=self.device
+        )  # of what no GPU reads
+        self._most = torch.full((len(SIZES), 1), moves, dtype=torch.int32, device=self.device)
         self.prefiller = Prefiller(self.device, rates=rates, piece=piece)
         self.set_share(share)
 
     @property
     def nbytes(self) -> int:
         """Bytes of GPU memory, once the layers are there."""
-        return 2 * self.split.numel() * 4 + self.prefiller.nbytes
+        return self._split.nbytes + self.no_split.nbytes + self._most.nbytes + self.prefiller.nbytes
+
+    # -- the split of a step
 
     def set_share(self, share: float) -> None:
         """0 to 1; captured graphs follow. Between steps only."""
@@ -97,42 +164,88 @@ class HybridShared:
             raise ValueError(f"a share of {share}, must be within 0 and 1")
         self.set_split([int(misses * share + 0.5) for misses in range(LONGEST + 1)])
 
-    def balance(self, cpu: float, pcie: float, lead: float = LEAD_S, own: float = OWN_S) -> None:
-        """The split by which the later side of a layer ends soonest, for whole experts: experts a second of
-        each side, and seconds that the CPU's and the GPU's take besides; captured graphs follow. Raises
-        ValueError for rates that are none."""
-        if min(cpu, pcie) <= 0.0 or min(lead, own) < 0.0:
-            raise ValueError(f"rates of {cpu} and {pcie} experts/s with {lead} and {own} s")
-        taken, table = 0, []
-        for misses in range(LONGEST + 1):
+    def balance(self, sides: Sequence[Sides]) -> None:
+        """The split of steps of each of ``SIZES`` rows by what they take; captured graphs follow. Between
+        steps only. Raises ValueError for times that are none."""
+        self.set_split([one.split() for one in sides])
 
-            def ends(count: int, misses: int = misses) -> float:
-                return max(lead + (misses - count) / cpu, own + count / pcie if count else 0.0)
+    def set_split(self, table: Sequence[int] | Sequence[Sequence[int]]) -> None:
+        """``table`` [LONGEST + 1], or one for each of ``SIZES``: of so many misses how many the GPU reads.
+        Between steps only.
 
-            while taken < misses and ends(taken + 1) < ends(taken):
-                taken += 1
-            table.append(taken)
-        self.set_split(table)
-
-    def set_split(self, table: Sequence[int]) -> None:
-        """``table`` [LONGEST + 1]: of so many misses how many the GPU reads. Between steps only."""
+        Sets how many moves there may be, too: where nothing is read, all that were asked for. Else one, since
+        moves that do not end with a layer's dense part slow the next one's reads; but two in steps of more
+        rows, which are long enough, if they begin soon.
+        """
         values = torch.tensor(table, dtype=torch.int32)
-        if values.shape != self.split.shape or bool((values < 0).any()):
+        if values.dim() == 1:
+            values = values.expand(len(SIZES), -1)
+        if values.shape != self._split.shape or bool((values < 0).any()):
             raise ValueError(f"a split needs {LONGEST + 1} counts")
-        self.split.copy_(values)
-        # Where the GPU reads experts in place, moves that do not end with a layer's dense part slow it down.
-        self.set_most(min(1, self.moves) if bool(values[: _FEW + 1].any()) else self.moves)
+        self._split.copy_(values)
+        self._tables = values.tolist()
+        for at, rows in enumerate(SIZES):
+            reads = any(self._tables[at][: rows * _FEW + 1])
+            self._set_most(at, min(2 if self.soon and rows > 1 else 1, self.moves) if reads else self.moves)
 
     def set_most(self, moves: int) -> None:
         """Moves of a layer and step from now on, up to those that were asked for in the beginning; captured
         graphs follow. ``set_split`` sets it as well. Between steps only."""
         if not 0 <= moves <= self.moves:
             raise ValueError(f"{moves} moves a step, at most {self.moves}")
-        self.most.fill_(moves)
+        for at in range(len(SIZES)):
+            self._set_most(at, moves)
+
+    def _set_most(self, at: int, moves: int) -> None:
+        self._most[at].fill_(moves)
 
     def shares(self) -> Tensor:
-        """The split, int32 [LONGEST + 1], on the CPU."""
-        return self.split.cpu()
+        """The splits, int32 [SIZES, LONGEST + 1], on the CPU."""
+        return self._split.cpu()
+
+    def split_of(self, rows: int) -> Tensor:
+        """int32 [LONGEST + 1] on the device: of a step of so many rows."""
+        return self._split[_size(rows)]
+
+    def most_of(self, rows: int) -> Tensor:
+        """int32 [1] on the device: moves of a step of so many rows."""
+        return self._most[_size(rows)]
+
+    # -- what crosses PCIe beside a step
+
+    def stages(self, rows: int, stride: int) -> int:
+        """How many experts of ``stride`` bytes that do not stay a step of so many rows may bring; 0: it reads
+        in place."""
+        if not self.early or self._staged or not any(self._tables[_size(rows)]):
+            return 0
+        return min(self.staging.numel() // stride, MOST_STAGED)
+
+    @property
+    def staging(self) -> Tensor:
+        """Where a step's experts are brought that do not stay, uint8 on the device."""
+        return self.prefiller.staging
+
+    def stage(self, bring: Callable[[], None]) -> Any:
+        """Start bringing what the step that was just submitted reads; a mark for ``staged``."""
+        self._staged = True
+        self.side.run(bring)
+        return self.side.mark()
+
+    def staged(self, mark: Any) -> None:
+        """The current stream waits until that is there."""
+        self.side.wait(mark)
+
+    def unstage(self) -> None:
+        """What was brought has been computed, or never will be."""
+        self._staged = False
+
+    def learn(self, layer: int, ids: Tensor, choose: Callable[[], None], fetch: Callable[[], None]) -> None:
+        """Choose beside what the step reads, and fetch behind both. ``ids``: what ``choose`` reads."""
+        self._forked[layer] = ids
+        self._learning.run(choose)
+        self.side.follow(self._learning)
+        self.side.run(fetch)
+        # Whoever waits for the one has waited for the other.
 
     def fork(self, layer: int, ids: Tensor, work: Callable[[Tensor], None]) -> None:
         """Start what moves the experts of a layer whose step uses ``ids``."""
@@ -148,3 +261,7 @@ class HybridShared:
         """The current stream waits for the moves so far: at the end of every captured step."""
         self.side.join()
         self._forked.clear()
+
+
+def _size(rows: int) -> int:
+    return next((at for at, size in enumerate(SIZES) if size >= rows), len(SIZES) - 1)

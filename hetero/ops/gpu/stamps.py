@@ -82,6 +82,7 @@ class Lap(NamedTuple):
     nbytes: int = 0
     counts: Tensor | None = None
     expert_bytes: int = 0
+    in_place: bool = False  # experts that were read from host memory are part of it
     tokens: int | None = None  # None: of the step
     details: tuple[tuple[str, str | float], ...] = ()
 
@@ -212,12 +213,13 @@ class Tape:
         *,
         counts: Tensor | None = None,
         expert_bytes: int = 0,
+        in_place: bool = False,
     ) -> None:
         """A stamp into the current stream, and what it has done since its last one."""
         begin = self._last.get(self._stream())
         end = self.mark(counts)
         if begin is not None and end >= 0:
-            self.laps.append(Lap(lane, name, self.layer, begin, end, nbytes, counts, expert_bytes))
+            self.laps.append(Lap(lane, name, self.layer, begin, end, nbytes, counts, expert_bytes, in_place))
 
     def here(self) -> int:
         """The last stamp of the current stream, or one that is put there."""
@@ -273,9 +275,9 @@ class Told:
             if lap.end in self.counts:
                 experts, in_place, moved = self.counts[lap.end]
                 if lap.name == MOVE:
-                    experts, in_place = moved, 0
+                    experts = moved
                 nbytes += experts * lap.expert_bytes
-                if in_place:
+                if in_place and lap.in_place:
                     size = in_place * lap.expert_bytes
                     yield Span(
                         number, "pcie", IN_PLACE, lap.layer, step, start, end, size, self.tokens, in_place
@@ -317,12 +319,19 @@ def lap(name: str, *, lane: Lane = "gpu", nbytes: int = 0) -> None:
         _running.lap(lane, name, nbytes)
 
 
-def lap_experts(counts: Tensor, expert_bytes: int) -> None:
+def lap_experts(counts: Tensor, expert_bytes: int, *, in_place: bool = True) -> None:
     """What the current stream has done since its last lap were the GPU's own experts of a layer. ``counts``
     int64 [3], as of ``ExpertCache``: experts found in GPU memory, read from host memory, left to the CPU,
-    since the start and up to this step's look-up."""
+    since the start and up to this step's look-up. ``in_place``: those read were read by it, in this time."""
     if _running is not None:
-        _running.lap("gpu", HITS, counts=counts, expert_bytes=expert_bytes)
+        _running.lap("gpu", HITS, counts=counts, expert_bytes=expert_bytes, in_place=in_place)
+
+
+def lap_reads(counts: Tensor, expert_bytes: int) -> None:
+    """What the current stream has done since its last lap was to read experts from host memory that a step
+    computes. ``counts`` int64 [3]: the first counts them, since the start."""
+    if _running is not None:
+        _running.lap("pcie", IN_PLACE, counts=counts, expert_bytes=expert_bytes)
 
 
 def lap_moves(counts: Tensor, expert_bytes: int) -> None:
