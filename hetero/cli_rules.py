@@ -29,6 +29,7 @@ from hetero.rules.explain import (
     explain,
     group,
     human,
+    table_notes,
     totals,
 )
 from hetero.rules.migrate import migrate
@@ -115,7 +116,7 @@ def explain_command(
     model_type, placement, modules = _place(file, model, set_, devices, revision)
     fused = any(one.op == "fused" for one in placement.assignments)
     lines = explain(placement, modules, dtype or ("bfloat16" if fused else "float32"))
-    placement = replace(placement, notes=(*placement.notes, *cache_notes(placement)))
+    placement = replace(placement, notes=(*placement.notes, *cache_notes(placement), *table_notes(placement)))
     if as_json:
         _print_json(
             {
@@ -221,17 +222,22 @@ def _place(
 
 
 def _with_formats(placement: Placement, tree: Any, folder: Path) -> Placement:
-    """The placement with the formats that a quantised checkpoint decides; its headers are read."""
+    """The placement with what a checkpoint decides: formats, and where tables stand; headers are read."""
     from hetero.model.gguf_file import locate
     from hetero.model.keep import resolve_formats
     from hetero.model.loader import plan_load
     from hetero.model.quantised import is_quantised
     from hetero.model.sources import open_source
+    from hetero.model.tables import resolve_tables
 
-    if locate(folder) is None and not is_quantised(folder):
+    tables = any(one.op == "embedding" for one in placement.assignments)
+    weights = folder.is_dir() and any(folder.glob("*.safetensors"))
+    if locate(folder) is None and not is_quantised(folder) and not (tables and weights):
         return placement
     with open_source(folder) as source:
-        placement, notes = resolve_formats(placement, plan_load(tree, source), source)
+        plan = plan_load(tree, source)
+        placement, notes = resolve_formats(placement, plan, source)
+        placement = resolve_tables(placement, tree, plan, source)
     return replace(placement, notes=(*placement.notes, *notes))
 
 

@@ -34,7 +34,7 @@ LANES: tuple[Lane, ...] = ("step", "gpu", "pcie", "cpu", "disk")
 
 EXPERTS, DENSE, SHARED, COPY, READ = "experts", "dense", "shared expert", "copy", "read"
 """Names of spans: routed experts; all that a step does besides; what runs beside experts; between memories;
-what experts wait for from the disk, part of their own span."""
+what experts wait for from the disk, part of their own span, or embeddings for rows of their table."""
 
 MIXER, ROUTER, SUBMIT, HITS, WAIT, HEAD = (
     "mixer", "router", "submit", "GPU experts", "wait for the CPU", "head"
@@ -284,7 +284,7 @@ class Summary:
     pcie_s: float
     expert_bytes: int  # of weights that experts read from RAM
     pcie_bytes: int
-    disk_s: float = 0.0  # of experts_s
+    disk_s: float = 0.0  # of experts_s, and what embeddings have waited
     disk_bytes: int = 0
 
     def share(self, seconds: float) -> float:

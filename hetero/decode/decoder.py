@@ -147,10 +147,16 @@ class Decoder:
         for layer in self._layers:
             layer.clear(slot)
 
-    def gather(self, tokens: Sequence[Sequence[int]]) -> Tensor | None:
-        """N-gram embeddings [n, ple_embed_dim] on the host for the newest of each row's last tokens; None for
-        a family without."""
-        return self._family.gather(tokens)
+    def gather(self, tokens: Sequence[Sequence[int]], out: Tensor | None = None) -> Tensor | None:
+        """N-gram embeddings [n, ple_embed_dim] on the host for the newest of each row's last tokens, into
+        ``out`` of this shape where it is given; None for a family without. Raises MachineError where they lie
+        on disk and cannot be read."""
+        return self._family.gather(tokens, out)
+
+    def expect(self, before: Sequence[int], tokens: Sequence[int]) -> None:
+        """``tokens`` after ``before``, the last ones of their sequence, are about to be read by ``prefill``:
+        n-gram embeddings that lie on disk are fetched while other things run. Returns at once."""
+        self._family.expect(before, tokens)
 
     def _logits(self, stream: Any) -> Tensor:
         rows = self._family.end(stream, self._head.format)

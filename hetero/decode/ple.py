@@ -4,6 +4,7 @@ residual streams."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hetero.decode.build import Build
 from hetero.decode.inputs import Chunk, StepInputs
 from hetero.decode.matrix import Part, Projection
 from hetero.decode.stream import Sum
+from hetero.ops.embedding import HostEmbedding
 from hetero.ops.gpu import ple_kernels
 from hetero.ops.gpu.fused import Normed, plain_rows
 from hetero.ops.gpu.mix import added_parts
@@ -25,7 +27,8 @@ _ROWS = 512
 
 
 class NgramTable:
-    """Of a ``Qwen4ExpTextNGramEmbedding``, whose table stays where it is."""
+    """Of a ``Qwen4ExpTextNGramEmbedding``, whose table stays where it is: a module's weight, or with op
+    ``embedding`` in main memory or on disk."""
 
     def __init__(self, module: Any) -> None:
         self.size: int = module.ngram_size
@@ -38,7 +41,7 @@ class NgramTable:
     @property
     def width(self) -> int:
         """Of a token's embedding."""
-        return len(self._sizes) * int(self._module.weight.shape[1])
+        return len(self._sizes) * int(self._module.embedding_dim)
 
     def windows(self, before: Sequence[int], tokens: Sequence[int]) -> NDArray[np.int64]:
         """The last ``size`` tokens up to each of ``tokens``, int64 [n, size], the newest last; ``before``:
@@ -47,8 +50,28 @@ class NgramTable:
         joined = np.array([*past[len(past) - self.size + 1 :], *tokens], dtype=np.int64)
         return np.lib.stride_tricks.sliding_window_view(joined, self.size)
 
-    def gather(self, windows: NDArray[np.int64]) -> Tensor:
-        """Embeddings [n, width] of the newest tokens of windows, on the table's device."""
+    def gather(self, windows: NDArray[np.int64], out: Tensor | None = None) -> Tensor:
+        """Embeddings [n, width] of the newest tokens of windows, on the table's device; into ``out``, of any
+        type of floats and device, where it is given. Raises MachineError where the table is on disk and
+        cannot be read."""
+        ids = torch.from_numpy(self._ids(windows)).flatten()
+        if isinstance(self._module, HostEmbedding):
+            found = self._module.gather(ids)
+        else:
+            table: Tensor = self._module.weight.detach()
+            found = table.index_select(0, ids.to(table.device))
+        found = found.view(len(windows), -1)
+        return found if out is None else out.copy_(found)
+
+    def expect(self, before: Sequence[int], tokens: Sequence[int]) -> Future[None] | None:
+        """Begin to read from disk, beside everything else, what ``tokens`` after ``before`` will need; the
+        future is of the reading, None where there is none to do."""
+        if not isinstance(self._module, HostEmbedding):
+            return None
+        return self._module.expect(lambda: self._ids(self.windows(before, tokens)).ravel())
+
+    def _ids(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of the rows [n, heads] of the newest tokens of windows."""
         newest = windows[:, -1]
         mixed = newest * self._multipliers[0]
         ended = np.zeros(len(windows), dtype=bool)
@@ -60,9 +83,7 @@ class NgramTable:
             mixed = mixed ^ (np.where(ended, self.eos, token) * self._multipliers[back])
             heads = slice((back - 1) * self._heads, back * self._heads)
             ids[:, heads] = mixed[:, None] % self._sizes[heads] + self._offsets[heads]
-        table: Tensor = self._module.weight.detach()
-        rows = torch.from_numpy(ids).flatten().to(table.device)
-        return table.index_select(0, rows).view(len(windows), -1)
+        return ids
 
 
 class Ngrams:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 from hetero.config import settings
 from hetero.core import InputError, MachineError, ModuleInfo
 from hetero.engine.packing import Packed, PackTarget, close_quietly, fill, keep, pack
+from hetero.engine.tables import largest_in_flight
 from hetero.engine.tiers import Site, Tiers, apply_slots, decide, find_sites, manifest_of, slow_note
 from hetero.hw import memory
 from hetero.model.loader import LoadPlan
-from hetero.model.source import Source, TensorInfo
+from hetero.model.source import Source
 from hetero.rules import Placement
 from hetero.rules.explain import explain, totals
 from hetero.store.cache import AUTO, PackCache, discard, find
@@ -139,17 +139,8 @@ def _decide(ready: Ready, sites: Sequence[Site]) -> Tiers:
     lines = explain(ready.placement, ready.modules, ready.dtype)
     own = {site.name for site in sites}
     other = totals([line for line in lines if line.module not in own]).get("cpu", 0)
-    largest = max((_in_flight(info) for info in ready.checkpoint.tensors.values()), default=0)
+    largest = largest_in_flight(ready.checkpoint, ready.placement)
     return decide(sites, other, largest, f"loading {ready.folder}")
-
-
-def _in_flight(info: TensorInfo) -> int:
-    """Bytes that reading a tensor takes: as stored, and beside it the floats of a quantised matrix, of which
-    experts are read one by one."""
-    if info.format is None and not info.inexact:
-        return info.nbytes
-    experts = info.shape[0] if len(info.shape) > 2 else 1
-    return (info.nbytes + 4 * math.prod(info.shape)) // experts
 
 
 def pack_experts(

@@ -22,6 +22,7 @@ from hetero.engine.experts import ExpertsOnTiers, Ready, StoreOptions, pack_expe
 from hetero.engine.generate import Runnable
 from hetero.engine.gpu.loading import FUSED_DTYPE, GpuOptions, Graphs
 from hetero.engine.packing import Packed
+from hetero.engine.tables import place_tables, speed_notes
 from hetero.engine.tiers import with_tier
 from hetero.model.build import build_meta, describe
 from hetero.model.config import load_config
@@ -31,6 +32,7 @@ from hetero.model.loader import load, plan_load
 from hetero.model.moe_types import WHOLE_PROMPT
 from hetero.model.shapes import resolve_model
 from hetero.model.sources import open_source
+from hetero.model.tables import resolve_tables
 from hetero.model.tokenizer import Tokenizer, load_tokenizer
 from hetero.ops.hops import connect
 from hetero.ops.watch import expert_uses, watch_steps
@@ -112,6 +114,7 @@ def load_model(
         )
     set_threads(threads)
     ready = prepare(folder, rules=rules, overrides=overrides, dtype=dtype, isa=isa, tier=store.tier)
+    ready = place_tables(ready)
     config, model, placement, dtype = ready.config, ready.model, ready.placement, ready.dtype
     graphs = Graphs(model, placement, dtype, gpu)
     checkpoint, plan = ready.checkpoint, ready.plan
@@ -139,6 +142,7 @@ def load_model(
         )
         experts.keep(injected.sinks)
         inject.finish(model)
+    tables = speed_notes(model)
     connect(model, placement)
     watch_steps(model)
     text: Any = config.get_text_config(decoder=True)
@@ -162,7 +166,7 @@ def load_model(
         dtype=dtype,
         placement=placement,
         expert_bytes=injected.expert_bytes,
-        notes=(*placement.notes, *report.lines(), *experts.notes, *graphs.notes),
+        notes=(*placement.notes, *report.lines(), *experts.notes, *tables, *graphs.notes),
     )
 
 
@@ -201,6 +205,7 @@ def prepare(
     checkpoint = open_source(folder)
     plan = plan_load(model, checkpoint)
     placement, kept = resolve_formats(placement, plan, checkpoint)
+    placement = resolve_tables(placement, model, plan, checkpoint)
     notes = (*placement.notes, *kept, *getattr(checkpoint, "notes", ()))
     placement = replace(placement, notes=notes)
     return Ready(folder, config, model, modules, placement, checkpoint, plan, dtype)

@@ -16,11 +16,13 @@ from hetero.cpu import pack_matrix
 from hetero.engine.answer import Runnable
 from hetero.engine.gpu.loading import GpuOptions, Graphs
 from hetero.engine.load import DTYPES, Loaded, context_limit, kernels, place, set_threads
+from hetero.engine.tables import speed_notes
 from hetero.formats import Format, block_bytes, packed_bytes
 from hetero.model.config import load_config
 from hetero.model.moe_types import WHOLE_PROMPT
 from hetero.model.shapes import read_config
 from hetero.model.synthetic import cut_layers, fill_dense
+from hetero.model.tables import random_tables
 from hetero.ops.hops import connect
 from hetero.ops.watch import watch_steps
 
@@ -63,7 +65,8 @@ def load_synthetic(
         config, folder, rules=rules, overrides=overrides, dtype=dtype, isa=isa, tier=tier
     )
     graphs = Graphs(model, placement, dtype, gpu)
-    injected = inject.apply(model, placement)
+    with random_tables(placement, model) as placement:
+        injected = inject.apply(model, placement)
     fill_experts(injected.sinks, progress, seed)
 
     def device(tensor: str) -> str:
@@ -74,6 +77,7 @@ def load_synthetic(
         _fill_linears(model, seed)
         notes = fill_dense(model, dtype=DTYPES[dtype], device=device, pin=on_gpu, seed=seed)
         inject.finish(model)
+    notes += speed_notes(model)
     connect(model, placement)
     watch_steps(model)
     text: Any = config.get_text_config(decoder=True)

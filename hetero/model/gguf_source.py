@@ -26,7 +26,7 @@ from hetero.model.gguf_arch import EXPERT_MODULES, Arch, Rule, all_rules, find_a
 from hetero.model.gguf_config import read_config
 from hetero.model.gguf_file import GgufFile, GgufTensor, opened
 from hetero.model.gguf_make import Make
-from hetero.model.source import Closing, Piece, TensorInfo
+from hetero.model.source import Closing, Piece, StoredRows, TensorInfo
 from hetero.quant.ggml import ggml_codes, ggml_floats, ggml_format
 from hetero.quant.pack import Codes
 
@@ -165,6 +165,15 @@ class GgufSource(Closing):
             raise InputError(f"{self.folder}: tensor {name} is not in blocks of a GGUF type, or reordered")
         tensor, n, _ = self._matrix(name, index)
         return self._files.raw(tensor, index).view(n, -1)
+
+    def rows(self, name: str) -> StoredRows | None:
+        """Of a matrix that is one tensor of the file as it is; F64 is none that is kept."""
+        recipe = self._recipe(name)
+        first = recipe.of[0]
+        if recipe.make is not gguf_make.same or len(first.shape) != 2 or first.type_name == "F64":
+            return None
+        count = first.shape[0]
+        return StoredRows(first.file, first.start, count, first.nbytes // count, first.type_name)
 
     def _matrix(self, name: str, index: int | None) -> tuple[GgufTensor, int, int]:
         """The one tensor of the file that a parameter is made of, and the shape of its matrix ``index``."""

@@ -82,6 +82,17 @@ class Piece:
     rows: slice | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """The rows of a matrix [n, k], which stand one after the other in a file, each whole."""
+
+    file: Path
+    start: int
+    rows: int  # n
+    row_bytes: int
+    kind: str  # what a row is made of: "F32", "F16", "BF16", or a GGUF type of blocks
+
+
 class Source(Protocol):
     """Tensors of one model. Faults of its files are an InputError that names file and tensor.
 
@@ -114,6 +125,10 @@ class Source(Protocol):
 
         For a tensor that has a ``ggml`` type; InputError for another.
         """
+
+    def rows(self, name: str) -> StoredRows | None:
+        """Where the rows of a tensor stand that can be read one by one; None where they do not: it is no
+        matrix, or its values are made of several tensors, or in another order."""
 
     def pieces(self, experts: str, expert: int, part: str) -> Piece | None:
         """Where ``part`` ("gate", "down_bias", ...) of an expert stands, its matrix as [n, k].
@@ -196,6 +211,13 @@ class Checkpoint(Closing):
     def blocks(self, name: str, index: int | None = None) -> torch.Tensor:
         """Tensors of safetensors have none: raises InputError."""
         raise InputError(f"{self._info(name).file}: tensor {name} is not in blocks of a GGUF type")
+
+    def rows(self, name: str) -> StoredRows | None:
+        """Of every matrix of floats."""
+        info = self._info(name)
+        if len(info.shape) != 2 or not info.is_weight or not info.shape[0]:
+            return None
+        return StoredRows(info.file, info.start, info.shape[0], info.nbytes // info.shape[0], info.dtype)
 
     def pieces(self, experts: str, expert: int, part: str) -> Piece | None:
         """None: transformers' conversions say where experts stand."""

@@ -1,5 +1,5 @@
 """Operators that take the place of a model's modules. Importing the package registers them."""
 
-from hetero.ops import fused, keep, linear, moe
+from hetero.ops import embedding, fused, keep, linear, moe
 
-__all__ = ["fused", "keep", "linear", "moe"]
+__all__ = ["embedding", "fused", "keep", "linear", "moe"]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hetero.model import build
+from hetero.ops.embedding import HostEmbedding
 from hetero.trace import COPY, EXPERTS, SHARED, Lane, Reading, clock, recorder
 
 if TYPE_CHECKING:
@@ -184,8 +185,10 @@ def watch_steps(model: Any) -> None:
 def dense_bytes(model: Any) -> dict[str, int]:
     """Bytes of weights outside routed experts that every step reads, by type of device ("cpu", "cuda").
 
-    A table of embeddings counts where it is the output layer as well; else a step reads a few rows of it.
+    A table of embeddings counts where it is the output layer as well; else a step reads a few rows of it, as
+    of those of op "embedding".
     """
+    tables = {id(one.weight) for one in model.modules() if isinstance(one, HostEmbedding)}
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     # A packed head has no weight of its own.
@@ -193,7 +196,7 @@ def dense_bytes(model: Any) -> dict[str, int]:
     packed = [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "packed"]
     total: dict[str, int] = {}
     for weight in [*model.parameters(), *packed]:
-        if tied or weight is not table:
+        if id(weight) not in tables and (tied or weight is not table):
             total[weight.device.type] = total.get(weight.device.type, 0) + weight.nbytes
     return total
 

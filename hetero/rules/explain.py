@@ -17,6 +17,8 @@ CACHE = "cache of moe"
 """Operator of lines for experts that a GPU holds besides main memory."""
 IN_RAM = "RAM of moe"
 """Operator of lines for experts of the disk tier that main memory holds besides."""
+IN_RAM_ROWS = "RAM of embedding"
+"""Operator of lines for rows that main memory holds besides, of a table on disk."""
 DISK = "disk"
 DENSE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -73,8 +75,10 @@ def bytes_of_experts(spec: ExpertSpec, fmt: str, down_format: str | None = None)
 def explain(placement: Placement, modules: Sequence[ModuleInfo], dtype: str = "float32") -> list[Line]:
     """One line per module that has an assignment. ``dtype``: of dense weights. Weights of experts that op
     "moe" takes are counted in their packed format, on "disk" those of that tier. Experts of which a GPU or
-    main memory holds some besides have a second line, where their rule says how many."""
+    main memory holds some besides have a second line, where their rule says how many; so has a table of op
+    "embedding" that is on disk. One that may be in either counts as in main memory."""
     lines = []
+    rows: list[Line] = []
     cached: list[tuple[Line, Assignment]] = []
     for module in modules:
         assignment = placement.by_module.get(module.name)
@@ -85,7 +89,23 @@ def explain(placement: Placement, modules: Sequence[ModuleInfo], dtype: str = "f
         owner = placement.by_module.get(assignment.owner or "", assignment)
         if module.experts is not None and owner.op == "moe" and line.device in ("cpu", DISK):
             cached.append((line, owner))
-    return lines + _caches(cached)
+        if assignment.op == "embedding" and line.device == DISK:
+            ram = min(assignment.options["table"]["ram"], line.bytes)
+            rows.append(replace(line, op=IN_RAM_ROWS, device="cpu", bytes=ram))
+    return lines + rows + _caches(cached)
+
+
+def table_notes(placement: Placement) -> list[str]:
+    """Of tables that are in main memory where there is room: a sentence each."""
+    found = {
+        one.rule.label: one.module
+        for one in placement.assignments
+        if one.op == "embedding" and one.options["table"]["tier"] == "auto"
+    }
+    return [
+        f"{label}: 'tier: auto' leaves {module} on disk where main memory has no room for it beside the rest"
+        for label, module in found.items()
+    ]
 
 
 def cache_notes(placement: Placement) -> list[str]:
@@ -172,6 +192,13 @@ def _line(
         fmt = first if first == down else f"{first} + {down}"
         size = bytes_of_experts(module.experts, first, down)
         device = DISK if experts.get("tier") == "disk" else device
+    elif acting.op == "embedding" and size:
+        table = acting.options["table"]
+        # As most checkpoints have it, until one is known.
+        fmt = table.get("dtype", "bfloat16")
+        size = module.own_params * DENSE_BYTES[fmt]
+        if table["tier"] == DISK:
+            size, device = table.get("nbytes", size), DISK
     elif size and (packed := _linear_format(module, acting)) is not None:
         linear = parse_format(packed)
         # Without the padding of blocks, which the number of weights does not tell.

@@ -12,6 +12,7 @@ from typing import Any
 from hetero.core import InputError
 from hetero.hw.memory import parse_bytes
 from hetero.rules.devices import check_device
+from hetero.rules.embedding_options import refuse_table
 from hetero.rules.mistakes import Mistakes
 from hetero.rules.schema import Replace
 from hetero.rules.source import Value
@@ -122,6 +123,8 @@ def _needs_both(value: Value, key: str, experts: Value, replace: Replace) -> Non
 def fused_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
     """None; the device must be a GPU."""
     mistakes = Mistakes()
+    with mistakes:
+        refuse_table(replace)
     for given, key in ((replace.experts, "experts"), (replace.kwargs, "kwargs")):
         with mistakes:
             if given is not None:

@@ -186,6 +186,11 @@ def _check_block(module: ModuleInfo, one: _Ready) -> None:
             f"op '{rule.replace.op.data}' replaces MoE blocks, and {module.name} is a {module.classes[0]}; "
             f"'class: {MOE_BLOCK}' in 'match' picks the blocks only"
         )
+    if one.schema.needs_embedding and "Embedding" not in module.classes and rule.replace.op is not None:
+        rule.where.fail(
+            f"op '{rule.replace.op.data}' replaces tables of embeddings, and {module.name} is a "
+            f"{module.classes[0]}; 'class: Embedding' in 'match' picks such tables only"
+        )
 
 
 def _assign(module: ModuleInfo, one: _Ready) -> Assignment:

@@ -12,6 +12,7 @@ from hetero.formats import GPU_FORMATS, Format, parse_format, parse_target
 from hetero.hw.memory import parse_bytes
 from hetero.hw.placement import NUMA_WORDS, parse_numa
 from hetero.rules.devices import check_device
+from hetero.rules.embedding_options import embedding_options, refuse_table
 from hetero.rules.gpu_options import fused_options, read_cache, read_defer, read_share
 from hetero.rules.mistakes import Mistakes
 from hetero.rules.schema import EXPERT_KEYS, Replace, check_keys
@@ -45,6 +46,8 @@ class OpSchema:
     owns_subtree: bool = True
     # Whether it can only take the place of a MoE block.
     needs_moe_block: bool = False
+    # Whether it can only take the place of an embedding.
+    needs_embedding: bool = False
 
 
 def parse_choice(text: str) -> FormatChoice:
@@ -71,6 +74,8 @@ def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
     defaults, and ``format`` of the block's linear layers, None: as they are."""
     mistakes = Mistakes()
     dense: str | None = None
+    with mistakes:
+        refuse_table(replace)
     with mistakes:
         if replace.kwargs is not None:
             dense = _linear_format(replace.kwargs, replace, devices, "'kwargs: {format: ...}' of op 'moe'")
@@ -106,6 +111,8 @@ def moe_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
 
 def keep_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
     mistakes = Mistakes()
+    with mistakes:
+        refuse_table(replace)
     for given, key in ((replace.experts, "experts"), (replace.kwargs, "kwargs")):
         with mistakes:
             if given is not None:
@@ -117,6 +124,8 @@ def keep_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
 def linear_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
     """``kwargs: {format}``."""
     mistakes = Mistakes()
+    with mistakes:
+        refuse_table(replace)
     with mistakes:
         if replace.experts is not None:
             replace.experts.where.fail(
@@ -131,6 +140,7 @@ def linear_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any
 
 def free_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
     """``kwargs`` as they are: a user's operator, or one of another package, checks them itself."""
+    refuse_table(replace)
     if replace.experts is not None:
         replace.experts.where.fail("'experts' belongs to op 'moe'; options of other operators go in 'kwargs'")
     return dict(replace.kwargs.plain()) if replace.kwargs is not None else {}
@@ -141,6 +151,7 @@ BUILTIN: Mapping[str, OpSchema] = {
     "keep": OpSchema(keep_options, owns_subtree=False),
     "linear": OpSchema(linear_options),
     "fused": OpSchema(fused_options, owns_subtree=False),
+    "embedding": OpSchema(embedding_options, needs_embedding=True),
 }
 FOREIGN = OpSchema(free_options)
 

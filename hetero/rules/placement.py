@@ -26,7 +26,8 @@ class Assignment:
     device: str  # "cpu" or "cuda:N"; where the module's own weights live
     # Complete, defaults filled in. Op "moe": {"experts": {"device": "cpu", "format": "int4", "isa": "auto",
     # "numa": "split", "threads": None, "backend": "native", "tier": "ram", "ram": None,
-    # "cache": CacheSize(), "share": None, "defer": 0}, "format": None}. Foreign operators: the rule's kwargs.
+    # "cache": CacheSize(), "share": None, "defer": 0}, "format": None}. Op "embedding":
+    # {"table": {"tier": "auto", "ram": 67108864}}. Foreign operators: the rule's kwargs.
     options: Mapping[str, Any] = field(default_factory=dict)
     owner: str | None = None
 

@@ -18,8 +18,9 @@ from hetero.rules.source import Value, Where, did_you_mean, listed
 FILE_KEYS = ("description", "models", "vars", "extends", "rules")
 RULE_KEYS = ("name", "match", "replace", "recursive", "optional")
 MATCH_KEYS = ("name", "class", "layers")
-REPLACE_KEYS = ("op", "class", "device", "experts", "kwargs")
+REPLACE_KEYS = ("op", "class", "device", "experts", "table", "kwargs")
 EXPERT_KEYS = ("format", "isa", "numa", "threads", "backend", "tier", "ram", "cache", "share", "defer")
+TABLE_KEYS = ("tier", "ram")
 # Words of KTransformers that its users will try first.
 _FOREIGN = {
     "generate_device": "write 'device: ...'",
@@ -30,7 +31,7 @@ _FOREIGN = {
 }
 _ANY = "any"
 _RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?", re.ASCII)
-_OF_REPLACE = ("op", "device", "experts", "kwargs")
+_OF_REPLACE = ("op", "device", "experts", "table", "kwargs")
 _RULE_LEVEL = "it is a key of the rule, one level up"
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
@@ -77,6 +78,7 @@ class Replace:
     cls: Value | None
     device: Value | None
     experts: Value | None
+    table: Value | None
     kwargs: Value | None
 
 
@@ -291,11 +293,12 @@ def parse_layers(value: Value) -> Layers:
 
 
 def _parse_replace(value: Value | None, rule: Where, mistakes: Mistakes) -> Replace:
-    nothing = Replace(rule, Value("keep", rule), None, None, None, None)
+    nothing = Replace(rule, Value("keep", rule), None, None, None, None, None)
     if value is None or not isinstance(value.data, dict):
         return nothing
     get = value.data.get
-    op, cls, experts, kwargs = get("op"), get("class"), get("experts"), get("kwargs")
+    op, cls = get("op"), get("class")
+    experts, table, kwargs = get("experts"), get("table"), get("kwargs")
     before = len(mistakes)
     with mistakes:
         if op is not None:
@@ -309,6 +312,9 @@ def _parse_replace(value: Value | None, rule: Where, mistakes: Mistakes) -> Repl
     with mistakes:
         if experts is not None:
             experts.mapping("'experts'")
+    with mistakes:
+        if table is not None:
+            table.mapping("'table'")
     if len(mistakes) > before or (op is None) == (cls is None):
         return nothing
-    return Replace(value.where, op, cls, get("device"), experts, kwargs)
+    return Replace(value.where, op, cls, get("device"), experts, table, kwargs)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hetero.hw import memory
+from hetero.ops.embedding import disk_tables
 from hetero.ops.experts import CpuExpertsOp
 from hetero.ops.watch import dense_bytes, disk_experts, disk_reads
 from hetero.server.metrics import Metrics
@@ -52,6 +53,7 @@ class Figures:
         self._experts = sorted(found, key=lambda op: op.layer)
         self._dense = dense_bytes(self._model)
         self._tiered = disk_experts(self._model)
+        self._tables = disk_tables(self._model)
         # In RAM.
         self._weights = {
             "experts": sum(op.backend.nbytes for op in self._experts),
@@ -70,7 +72,7 @@ class Figures:
         return {
             "model": self._state.name,
             "context": self._state.engine.runnable.context,
-            "lanes": LANES[1:] if self._tiered else LANES[1:-1],
+            "lanes": LANES[1:] if self._tiered or self._tables else LANES[1:-1],
             "gpu": "cuda" in self._dense,
             "layers": len(self._experts),
             "cores": len(os.sched_getaffinity(0)),
@@ -190,10 +192,14 @@ class Figures:
             own = torch.cuda.memory_allocated()
             held = {"dense weights": self._dense["cuda"], "rest": max(0, own - self._dense["cuda"])}
             tiers.append({"tier": "GPU", "parts": held | {"others": total - free - own}, "free": free})
+        on_disk: dict[str, int] = {}
+        if self._tables:
+            on_disk["tables"] = sum(table.disk_nbytes for table in self._tables)
         if self._tiered:
-            held = {"experts": sum(experts.disk_nbytes for experts in self._tiered)}
-            free = shutil.disk_usage(self._tiered[0].path).free
-            tiers.append({"tier": "disk", "parts": held, "free": free})
+            on_disk["experts"] = sum(experts.disk_nbytes for experts in self._tiered)
+        if on_disk:
+            path = self._tiered[0].path if self._tiered else self._tables[0].path
+            tiers.append({"tier": "disk", "parts": on_disk, "free": _free(path)})
         return tiers
 
 
@@ -221,6 +227,14 @@ def _told(step: Step) -> dict[str, Any]:
 def _kind(name: str) -> int:
     """0 experts, 1 dense, 2 the rest."""
     return {EXPERTS: 0, DENSE: 1}.get(name, 2)
+
+
+def _free(path: Path) -> int:
+    """Bytes free where a file lies; 0 where it is gone."""
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return 0
 
 
 def first_tokens(metrics: Metrics) -> tuple[float, float]:

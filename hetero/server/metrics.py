@@ -22,6 +22,7 @@ from hetero.engine.request import Piece, Request, Result
 
 if TYPE_CHECKING:
     from hetero.engine.scheduler import EngineStatus
+    from hetero.store.rows import RowReads
 
 # Seconds. A token of a large model takes up to a second on a CPU, and a long prompt minutes.
 WHOLE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
@@ -78,6 +79,10 @@ class Metrics:
         """Take (hits, misses, seconds waited) of the disk tier from ``uses`` whenever they are asked for."""
         self.registry.register(_CacheFigures(uses))
 
+    def gathered(self, reads: Callable[[], RowReads]) -> None:
+        """Take what tables on disk have read from ``reads`` whenever it is asked for."""
+        self.registry.register(_TableFigures(reads))
+
     def placed(self, bytes_of: Mapping[str, int]) -> None:
         """Tell the bytes of weights on each tier."""
         for tier, size in bytes_of.items():
@@ -133,6 +138,24 @@ class _CacheFigures(Collector):
             "expert_cache_hits": ("Experts of the disk tier that a step found in RAM.", hits),
             "expert_cache_misses": ("Experts that it had to read from disk.", misses),
             "expert_disk_wait_seconds": ("Time that steps have waited for these.", waited),
+        }
+        for name, (what, value) in counters.items():
+            yield CounterMetricFamily(f"hetero:{name}", what, value)
+
+
+class _TableFigures(Collector):
+    """How often a row of a table on disk was in RAM."""
+
+    def __init__(self, reads: Callable[[], RowReads]) -> None:
+        self._reads = reads
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._reads()
+        counters = {
+            "table_cache_hits": ("Rows of tables on disk that a step found in RAM.", now.cache.hits),
+            "table_cache_misses": ("Rows that it had to read from disk.", now.cache.misses),
+            "table_read_bytes": ("Bytes of rows that were read from disk.", now.nbytes),
+            "table_disk_wait_seconds": ("Time that steps have waited for these.", now.seconds),
         }
         for name, (what, value) in counters.items():
             yield CounterMetricFamily(f"hetero:{name}", what, value)

@@ -24,6 +24,7 @@ import uvicorn
 from hetero.core import HeteroError, MachineError
 from hetero.engine.load import stats_recorder, with_context
 from hetero.engine.scheduler import Scheduler
+from hetero.ops.embedding import disk_tables, table_reads
 from hetero.ops.experts import CpuExpertsOp
 from hetero.ops.watch import disk_experts, disk_reads
 from hetero.server import connection, logs
@@ -96,6 +97,8 @@ def serve(listener: socket.socket, name: str, load: Callable[[], Loaded], option
             state.metrics.read(_expert_reads(loaded))
             if tiered := disk_experts(loaded.runnable.model):
                 state.metrics.cached(lambda: _uses(tiered))
+            if tables := disk_tables(loaded.runnable.model):
+                state.metrics.gathered(lambda: table_reads(tables))
             state.attach(engine)
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
@@ -144,6 +147,8 @@ def _weights(loaded: Loaded) -> dict[str, int]:
     sizes = {"cpu": loaded.expert_bytes, "gpu": 0}
     if tiered := disk_experts(loaded.runnable.model):
         sizes["disk"] = sum(experts.disk_nbytes for experts in tiered)
+    if tables := disk_tables(loaded.runnable.model):
+        sizes["disk"] = sizes.get("disk", 0) + sum(table.disk_nbytes for table in tables)
     runner = loaded.runnable.runner
     model = loaded.runnable.model
     # Packed linear layers are buffers; in fused layers several share one.

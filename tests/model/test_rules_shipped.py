@@ -51,6 +51,8 @@ def assert_sound(placement: Placement, modules: tuple[ModuleInfo, ...], gpu: boo
     linear = set(replaced.pop("linear", ()))
     assert bool(linear) == bool(fused)
     assert linear <= {m.name for m in modules if "Linear" in m.classes}
+    tables = replaced.pop("embedding", [])
+    assert tables == [m.name for m in modules if m.name.endswith(".ngram_embedding")]
     assert not replaced
     placed = {a.module for a in placement.assignments}
     assert placed >= {m.name for m in modules if m.own_params}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 from hetero.server.metrics import Metrics
+from hetero.store.policy import CacheStats
+from hetero.store.rows import RowReads
 from tests.server.serving import TEXT, serving, tokenizer
 
 
@@ -28,5 +30,18 @@ def test_the_disk_tier_tells_hits_misses_and_waiting() -> None:
         "hetero:expert_cache_hits_total 7.0",
         "hetero:expert_cache_misses_total 3.0",
         "hetero:expert_disk_wait_seconds_total 0.5",
+    ):
+        assert line in text.splitlines()
+
+
+def test_tables_on_disk_tell_hits_misses_bytes_and_waiting() -> None:
+    metrics = Metrics()
+    metrics.gathered(lambda: RowReads(CacheStats(hits=7, misses=3), nbytes=960, seconds=0.5))
+    text = metrics.text().decode()
+    for line in (
+        "hetero:table_cache_hits_total 7.0",
+        "hetero:table_cache_misses_total 3.0",
+        "hetero:table_read_bytes_total 960.0",
+        "hetero:table_disk_wait_seconds_total 0.5",
     ):
         assert line in text.splitlines()

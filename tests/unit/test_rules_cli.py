@@ -44,7 +44,7 @@ def test_list_names_every_shipped_file() -> None:
     files = json.loads(done.stdout)
     assert [f["name"] for f in files] == sorted(p.stem for p in find_rules_dir().glob("*.yaml"))
     by_name = {f["name"]: f for f in files}
-    assert by_name["mixtral-gpu"]["variables"] == {"gpu": "cuda:0", "experts": "auto int8"}
+    assert by_name["mixtral-gpu"]["variables"] == {"gpu": "cuda:0", "experts": "auto int8", "table": "auto"}
     assert "mixtral" in by_name["mixtral-gpu"]["models"]
     assert by_name["default-cpu"]["models"] == "any"
     table = hetero("rules", "list")

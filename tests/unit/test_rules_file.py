@@ -147,7 +147,7 @@ MISTAKES = {
     "unknown op far from all": (
         "{op: keep}",
         "{op: attention}",
-        "7: rule 2 'rest': unknown op 'attention'; the operators are: fused, keep, linear, moe",
+        "7: rule 2 'rest': unknown op 'attention'; the operators are: embedding, fused, keep, linear, moe",
     ),
     "unknown isa": (
         "{format: int4}",

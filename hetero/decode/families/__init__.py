@@ -39,8 +39,13 @@ class Family(Protocol):
         """What the head reads after the last layer, as rows for ``fmt``, R <= 16."""
         ...
 
-    def gather(self, tokens: Sequence[Sequence[int]]) -> Tensor | None:
-        """N-gram embeddings [n, ple] on the host for the newest of each row's last tokens; None: none."""
+    def gather(self, tokens: Sequence[Sequence[int]], out: Tensor | None = None) -> Tensor | None:
+        """N-gram embeddings [n, ple] on the host for the newest of each row's last tokens, into ``out`` where
+        it is given; None: none."""
+        ...
+
+    def expect(self, before: Sequence[int], tokens: Sequence[int]) -> None:
+        """A prefill of ``tokens`` after ``before`` comes: what it needs from disk may be read."""
         ...
 
 

@@ -41,7 +41,10 @@ class Qwen3Moe:
     def end(self, stream: PlainStream, fmt: Format) -> Rows:
         return self._norm.step(fmt, stream.residual, stream.added).rows
 
-    def gather(self, tokens: Sequence[Sequence[int]]) -> None:
+    def gather(self, tokens: Sequence[Sequence[int]], out: Tensor | None = None) -> None:
+        return None
+
+    def expect(self, before: Sequence[int], tokens: Sequence[int]) -> None:
         return None
 
     def _normed(self, module: Any) -> Norm:

@@ -62,13 +62,20 @@ class Qwen4Exp:
     def end(self, stream: HyperStream, fmt: Format) -> Rows:
         return self._mix.step(fmt, stream)[0].rows
 
-    def gather(self, tokens: Sequence[Sequence[int]]) -> Tensor | None:
+    def gather(self, tokens: Sequence[Sequence[int]], out: Tensor | None = None) -> Tensor | None:
         if not self._ngrams:
             return None
-        parts = []
+        if out is None:
+            out = torch.empty(len(tokens), self.ple, dtype=self._build.dtype)
+        column = 0
         for ngrams in self._ngrams:
             table = ngrams.table
             start = [table.eos] * table.size
             windows = np.array([[*start, *row][-table.size :] for row in tokens], dtype=np.int64)
-            parts.append(table.gather(windows).to("cpu", self._build.dtype))
-        return torch.cat(parts, 1)
+            table.gather(windows, out[:, column : column + table.width])
+            column += table.width
+        return out
+
+    def expect(self, before: Sequence[int], tokens: Sequence[int]) -> None:
+        for ngrams in self._ngrams:
+            ngrams.table.expect(before, tokens)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hetero.core import InputError
 from hetero.formats import Format
-from hetero.model.source import Checkpoint, Closing, Piece, TensorInfo
+from hetero.model.source import Checkpoint, Closing, Piece, StoredRows, TensorInfo
 from hetero.quant.pack import Codes
 
 REQUANTISE = "set --set experts=int8 (or another format) to have its experts quantised anew"
@@ -205,6 +205,11 @@ class QuantisedCheckpoint(Closing):
         for index in range(matrix.count):
             out[index] = _turned(matrix, matrix.floats(index))
         return out
+
+    def rows(self, name: str) -> StoredRows | None:
+        """None of a quantised matrix, whose scales stand elsewhere."""
+        self._check(name)
+        return None if name in self._matrices else self._raw.rows(name)
 
     def read_slice(self, name: str, index: int) -> Tensor:
         matrix = self._matrices.get(name)
