@@ -51,9 +51,11 @@ def test_metrics() -> None:
     with serving(None) as running:
         text = running.client.get("/metrics").text
     there = set(re.findall(r"^# TYPE hetero:(\S+)", text, re.M))
-    # What only a loaded checkpoint has, and one whose experts are on disk.
+    # What only a loaded checkpoint has, and one whose experts or tables are on disk.
     there |= {"expert_reads_total", "expert_read_bytes_total"}
     there |= {"expert_cache_hits_total", "expert_cache_misses_total", "expert_disk_wait_seconds_total"}
+    tables = ("cache_hits_total", "cache_misses_total", "read_bytes_total", "disk_wait_seconds_total")
+    there |= {f"table_{name}" for name in tables}
     assert there - {"hetero"} == named - {"hetero"}
 
 
