@@ -25,7 +25,8 @@ class Rule:
     """Tensors of a block, or of the file, that make a parameter.
 
     ``to``: its name below the layer. Without ``whole`` it is a module's, and the tensor's own suffix,
-    "weight" or "bias", follows. ``suffix``: only for tensors with this suffix.
+    "weight" or "bias", follows. ``suffix``: only for tensors with this suffix. Rules without one take no
+    "scale".
     """
 
     to: str
@@ -51,7 +52,8 @@ class Arch:
     rules: tuple[Rule, ...] = ()  # go before the common ones
     # Dotted name of the module of routed experts below a layer; None: a dense model.
     experts: str | None = None
-    # Fields beyond the common ones: key of the metadata -> field of the configuration.
+    # Fields beyond the common ones: key of the metadata -> field of the configuration, "" for one that
+    # ``derived`` reads.
     fields: dict[str, str] = field(default_factory=dict)
     # Fields that the architecture implies.
     implied: Mapping[str, Any] = field(default_factory=dict)
@@ -62,6 +64,8 @@ class Arch:
 
 
 _EXPERTS = "mlp.experts"
+# A key that the gguf package has no name for.
+VALUE_SCALE = "{arch}.attention.value_scale"
 
 _TOP = _modules({T.TOKEN_EMBD: "model.embed_tokens", T.OUTPUT_NORM: "model.norm", T.OUTPUT: "lm_head"})
 
@@ -281,6 +285,27 @@ ARCHS: dict[str, Arch] = {
             Keys.Attention.Indexer.KEY_LENGTH: "index_head_dim",
             Keys.Attention.Indexer.TOP_K: "index_topk",
         },
+    ),
+    "mistral4": replace(
+        _DEEPSEEK3,
+        model_type="mistral4",
+        derived=("latent", "leading_dense", "attention_bias", "temperature"),
+    ),
+    "mimo2": Arch(
+        "mimo_v2_flash",
+        experts=_EXPERTS,
+        fields={
+            Keys.LLM.EXPERT_COUNT: "n_routed_experts",
+            Keys.LLM.EXPERT_FEED_FORWARD_LENGTH: "moe_intermediate_size",
+            Keys.LLM.EXPERT_WEIGHTS_SCALE: "routed_scaling_factor",
+            Keys.LLM.EXPERT_GROUP_COUNT: "n_group",
+            Keys.LLM.EXPERT_GROUP_USED_COUNT: "topk_group",
+            Keys.Attention.HEAD_COUNT_KV: "",
+            Keys.Attention.VALUE_LENGTH: "v_head_dim",
+            VALUE_SCALE: "attention_value_scale",
+        },
+        implied={"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+        derived=("mimo",),
     ),
     "gpt-oss": Arch(
         "gpt_oss",
@@ -523,6 +548,48 @@ ARCHS: dict[str, Arch] = {
         norms_plus_one=True,
         derived=("gemma3",),
     ),
+    # With experts, or dense.
+    "gemma4": Arch(
+        "gemma4_text",
+        rules=(
+            *_SANDWICH,
+            *_modules({
+                T.FFN_PRE_NORM_2: "pre_feedforward_layernorm_2",
+                T.FFN_POST_NORM_1: "post_feedforward_layernorm_1",
+                T.FFN_POST_NORM_2: "post_feedforward_layernorm_2",
+                T.PER_LAYER_INP_GATE: "per_layer_input_gate",
+                T.PER_LAYER_PROJ: "per_layer_projection",
+                T.PER_LAYER_POST_NORM: "post_per_layer_input_norm",
+                T.PER_LAYER_TOKEN_EMBD: "model.embed_tokens_per_layer",
+                T.PER_LAYER_MODEL_PROJ: "model.per_layer_model_projection",
+                T.PER_LAYER_PROJ_NORM: "model.per_layer_projection_norm",
+            }),
+            _whole("router.scale", T.FFN_GATE_INP, suffix="scale"),
+            _whole("router.proj.weight", T.FFN_GATE_INP, suffix="weight"),
+            _whole("router.per_expert_scale", T.FFN_DOWN_EXP, suffix="scale"),
+            _whole("layer_scalar", T.LAYER_OUT_SCALE),
+        ),
+        experts="experts",
+        fields={
+            Keys.LLM.EXPERT_COUNT: "num_experts",
+            Keys.LLM.EXPERT_USED_COUNT: "top_k_experts",
+            Keys.LLM.EXPERT_FEED_FORWARD_LENGTH: "moe_intermediate_size",
+            Keys.LLM.EMBD_LENGTH_PER_LAYER_INP: "hidden_size_per_layer_input",
+            Keys.LLM.FINAL_LOGIT_SOFTCAPPING: "final_logit_softcapping",
+            Keys.LLM.FEED_FORWARD_LENGTH: "",
+            Keys.Attention.HEAD_COUNT_KV: "",
+            Keys.Attention.SLIDING_WINDOW: "sliding_window",
+            Keys.Attention.SHARED_KV_LAYERS: "num_kv_shared_layers",
+        },
+        implied={
+            "final_logit_softcapping": None,
+            "hidden_size_per_layer_input": 0,
+            "num_experts": None,
+            "moe_intermediate_size": None,
+            "num_kv_shared_layers": 0,
+        },
+        derived=("gemma4",),
+    ),
 }  # fmt: skip
 
 # Architectures with experts that are not read, and why.
@@ -537,10 +604,7 @@ UNREAD: dict[str, str] = dict.fromkeys(
     "dbrx": "transformers' experts of it are outside the interface that hetero runs",
     "nomic-bert-moe": "it is an encoder",
     "mistral3": "its experts have no tree in transformers",
-    "mistral4": "its configuration cannot be had from the metadata",
-    "mimo2": "its configuration cannot be had from the metadata",
     "step35": "transformers' tree is that of its successor",
-    "gemma4": "its configuration cannot be had from the metadata",
 }
 
 

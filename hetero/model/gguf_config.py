@@ -47,6 +47,8 @@ _ENDS = frozenset({
 })  # fmt: skip
 # The largest plausible number of blocks, heads or experts; a larger one is damage, and would take long.
 _MANY = 1 << 16
+# What divides frequencies that do not rotate at all is larger.
+_BEYOND = 1e20
 
 
 def read_config(found: GgufFile, read_floats: ReadFloats) -> dict[str, Any]:
@@ -73,7 +75,7 @@ class _Reading:
             self.number(key)
         self._count_layers()
         for key, name in (_COMMON | dict(self.arch.fields)).items():
-            value = self.one(key)
+            value = self.one(key) if name else None
             if value is not None:
                 self.values[name] = value
         self.values.setdefault("num_key_value_heads", self.values["num_attention_heads"])
@@ -111,6 +113,16 @@ class _Reading:
         if not isinstance(value, (int, float)):
             self.wrong(key, f"is {value!r}, must be a number")
         return _shortest(value) if isinstance(value, float) else value
+
+    def by_layer(self, key: str) -> list[int]:
+        """Whole numbers that must be there: one for each layer, or one of all."""
+        value = self.get(key)
+        if not isinstance(value, np.ndarray):
+            return [self.number(key)] * self.layers
+        numbers: list[int] = value.tolist()[: self.layers]
+        if len(numbers) < self.layers or any(type(one) is not int or one < 1 for one in numbers):
+            self.wrong(key, f"must be {self.layers} numbers above 0, one a block")
+        return numbers
 
     def number(self, key: str) -> int:
         """A whole number that must be there."""
@@ -355,6 +367,15 @@ def _latent(r: _Reading) -> None:
         rope.pop("attention_factor", None)
 
 
+def _temperature(r: _Reading) -> None:
+    """What queries grow by beyond the original context. Where a file does not say it, it is the one of the
+    type, and of its published model."""
+    rope = r.values["rope_parameters"]
+    told = r.one(Keys.Attention.TEMPERATURE_SCALE)
+    rope |= {"llama_4_scaling_beta": 0.1 if told is None else float(told)}
+    rope.setdefault("original_max_position_embeddings", r.values["max_position_embeddings"])
+
+
 def _untruncated_yarn(r: _Reading) -> None:
     rope = r.values["rope_parameters"]
     if rope["rope_type"] == "yarn":
@@ -387,6 +408,28 @@ def _rope_sections(r: _Reading) -> None:
 
 def _conv_layers(r: _Reading) -> None:
     r.values["layer_types"] = r.choose({T.SHORTCONV_CONV: "conv", T.ATTN_Q: "full_attention"})
+
+
+def _mimo(r: _Reading) -> None:
+    """Sliding layers have twice the heads of keys, and see as many positions as the file says beside their
+    own."""
+    if not isinstance(r.get(Keys.Attention.SLIDING_WINDOW_PATTERN), np.ndarray):
+        r.wrong(Keys.Attention.SLIDING_WINDOW_PATTERN, "must have one flag a block")
+    _sliding_layers(r)
+    kinds, heads = r.values["layer_types"], r.by_layer(Keys.Attention.HEAD_COUNT_KV)
+    full = min(heads)
+    if heads != [2 * full if kind == "sliding_attention" else full for kind in kinds]:
+        r.wrong(Keys.Attention.HEAD_COUNT_KV, f"is {heads}: sliding layers must have twice the others'")
+    rope, local = r.values["rope_parameters"], r.one(Keys.Rope.FREQ_BASE_SWA)
+    r.values |= {
+        "num_key_value_heads": full,
+        "sliding_window": r.number(Keys.Attention.SLIDING_WINDOW) + 1,
+        "mlp_layer_types": r.choose({T.FFN_GATE_INP: "sparse", T.FFN_GATE: "dense"}),
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": rope | {"rope_theta": 10000.0 if local is None else local},
+        },
+    }
 
 
 def _mamba_heads(r: _Reading) -> tuple[int, int]:
@@ -489,6 +532,79 @@ def _gemma3(r: _Reading) -> None:
     r.values.setdefault("sliding_window", None)
 
 
+def _gemma4(r: _Reading) -> None:
+    """Layers of two kinds, each with heads, rotation and, with shared keys, a width of its own."""
+    if not isinstance(r.get(Keys.Attention.SLIDING_WINDOW_PATTERN), np.ndarray):
+        r.wrong(Keys.Attention.SLIDING_WINDOW_PATTERN, "must have one flag a block")
+    _sliding_layers(r)
+    kinds = r.values["layer_types"]
+    full = [n for n in range(r.layers) if kinds[n] == "full_attention"]
+    heads = r.by_layer(Keys.Attention.HEAD_COUNT_KV)
+    of_kind = {kind: {heads[n] for n in range(r.layers) if kinds[n] == kind} for kind in kinds}
+    if any(len(found) > 1 for found in of_kind.values()):
+        r.wrong(Keys.Attention.HEAD_COUNT_KV, f"is {heads}: more than one number for a kind of layers")
+    (everywhere,) = of_kind.get("full_attention", set(heads))
+    (sliding,) = of_kind.get("sliding_attention", {everywhere})
+    # Of layers that do not take the keys of an earlier one.
+    equal = {not r.has(T.ATTN_V, n) for n in full if r.has(T.ATTN_K, n)}
+    if len(equal) > 1 or (everywhere != sliding and equal == {False}):
+        r.wrong(Keys.Attention.HEAD_COUNT_KV, f"is {heads}, with values of their own in layers {full}")
+    r.values |= {
+        "num_key_value_heads": sliding,
+        "num_global_key_value_heads": everywhere if everywhere != sliding else None,
+        "attention_k_eq_v": equal == {True},
+        "head_dim": r.number(Keys.Attention.KEY_LENGTH_SWA),
+        "global_head_dim": r.number(Keys.Attention.KEY_LENGTH),
+        "enable_moe_block": bool(r.values.get("num_experts")),
+    }
+    for key, name in (
+        (Keys.Attention.VALUE_LENGTH_SWA, "head_dim"),
+        (Keys.Attention.VALUE_LENGTH, "global_head_dim"),
+        (Keys.Rope.DIMENSION_COUNT_SWA, "head_dim"),
+        (Keys.Rope.DIMENSION_COUNT, "global_head_dim"),
+    ):
+        if r.one(key) not in (None, r.values[name]):
+            r.wrong(key, f"is {r.one(key)}, but keys of such layers have {r.values[name]}")
+    table = r.tensor(T.PER_LAYER_TOKEN_EMBD)
+    r.values["vocab_size_per_layer_input"] = r.values["vocab_size"] if table is None else table.shape[0]
+    _wide_layers(r)
+    local = r.one(Keys.Rope.FREQ_BASE_SWA)
+    r.values["rope_parameters"] = {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": r.values["rope_parameters"]["rope_theta"],
+            "partial_rotary_factor": _rotated_share(r),
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0 if local is None else local},
+    }
+
+
+def _wide_layers(r: _Reading) -> None:
+    """Layers that take the keys of an earlier one may have a feed-forward network of twice the width."""
+    widths = r.by_layer(Keys.LLM.FEED_FORWARD_LENGTH)
+    own = r.layers - r.values["num_kv_shared_layers"]
+    if not 0 < own <= r.layers:
+        r.wrong(Keys.Attention.SHARED_KV_LAYERS, f"is {r.layers - own}, of {r.layers} blocks")
+    plain, wide = widths[0], widths[-1] == 2 * widths[0] and own < r.layers
+    if widths != [plain] * own + [2 * plain if wide else plain] * (r.layers - own):
+        r.wrong(Keys.LLM.FEED_FORWARD_LENGTH, f"is {widths}, which {r.arch.model_type} cannot")
+    r.values |= {"intermediate_size": plain, "use_double_wide_mlp": wide}
+
+
+def _rotated_share(r: _Reading) -> float:
+    """Frequencies that are not divided by a number beyond all positions."""
+    factors = r.tensor(T.ROPE_FREQS)
+    if factors is None:
+        raise InputError(f"{r.found.path}: no tensor {TENSOR_NAMES[T.ROPE_FREQS]}.weight")
+    values = r.read_floats(factors).astype(float).flatten().tolist()
+    rotated = values.count(1.0)
+    if values != [1.0] * rotated + [values[-1]] * (len(values) - rotated) or (
+        rotated < len(values) and values[-1] < _BEYOND
+    ):
+        raise InputError(f"{r.found.path}: tensor {factors.name}: frequencies of another kind than known")
+    return rotated / len(values)
+
+
 # What ``Arch.derived`` names.
 DERIVED: dict[str, Callable[[_Reading], None]] = {
     "attention_bias": _attention_bias,
@@ -497,18 +613,21 @@ DERIVED: dict[str, Callable[[_Reading], None]] = {
     "delta_values": _delta_values,
     "dense_layers": _dense_layers,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "granite_hybrid": _granite_hybrid,
     "head_bias": _head_bias,
     "jamba_layers": _jamba_layers,
     "kimi_layers": _kimi_layers,
     "latent": _latent,
     "leading_dense": _leading_dense,
+    "mimo": _mimo,
     "mlp_bias": _mlp_bias,
     "nemotron_layers": _nemotron_layers,
     "qkv_bias": _qkv_bias,
     "query_norm": _query_norm,
     "rope_sections": _rope_sections,
     "sliding_layers": _sliding_layers,
+    "temperature": _temperature,
     "top_k_method": _top_k_method,
     "untruncated_yarn": _untruncated_yarn,
     "use_bias": _use_bias,

@@ -273,7 +273,7 @@ def _split(name: str) -> tuple[int | None, str, str]:
     """(block, name without block and suffix, suffix) of a tensor's name."""
     found = _BLOCK_NAME.fullmatch(name)
     block, rest = (int(found[1]), f"blk.{found[2]}") if found else (None, name)
-    for suffix in ("weight", "bias"):
+    for suffix in ("weight", "bias", "scale"):
         if rest.endswith(f".{suffix}"):
             return block, rest.removesuffix(f".{suffix}"), suffix
     return block, rest, ""
@@ -285,7 +285,7 @@ def _choose(
     """The first rule all of whose tensors are there, and they."""
     missing = ""
     for rule in rules:
-        if rule.suffix not in (None, suffix):
+        if rule.suffix not in ((suffix,) if suffix == "scale" else (None, suffix)):
             continue
         names = [_full_name(kind, block, suffix) for kind in rule.of]
         absent = [other for other in names if other not in found.tensors]

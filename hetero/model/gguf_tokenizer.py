@@ -25,7 +25,7 @@ from hetero.model.gguf_file import GgufFile
 from hetero.model.gguf_pretokenizers import WAYS, Way
 
 _NONE = ("none", "no_vocab")
-_KINDS = ("gpt2", "llama")
+_KINDS = ("gpt2", "llama", "gemma4")
 _SPACE = "\u2581"  # how vocabularies of sentencepiece write a space
 _SPECIAL = {
     "bos_token": Keys.Tokenizer.BOS_ID,
@@ -37,6 +37,7 @@ _SPECIAL = {
 _DEFAULT_IDS = {
     "llama": {Keys.Tokenizer.BOS_ID: 1, Keys.Tokenizer.EOS_ID: 2, Keys.Tokenizer.UNK_ID: 0},
     "gpt2": {},
+    "gemma4": {},
 }
 
 
@@ -97,7 +98,7 @@ class _Vocabulary:
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         try:
-            inner = self._merging() if self.kind == "llama" else self._byte_level()
+            inner = self._byte_level() if self.kind == "gpt2" else self._merging()
             self._add_tokens(inner)
             self._add_ends(inner)
             special = {
@@ -140,26 +141,31 @@ class _Vocabulary:
         return inner
 
     def _merging(self) -> Tokenizer:
-        """Sentencepiece's pairs, merged by the score of what they make."""
-        scores = self.found.metadata.get(Keys.Tokenizer.SCORES)
-        if not isinstance(scores, np.ndarray) or len(scores) != len(self.tokens):
-            self.wrong(Keys.Tokenizer.SCORES, f"must be {len(self.tokens)} numbers, one a token")
+        """Sentencepiece's pairs, merged by the score of what they make, or in the order of a list."""
         unknown = self.id_of(Keys.Tokenizer.UNK_ID)
         inner = Tokenizer(
             models.BPE(
                 self.ids,
-                _merges_by_score(self.tokens, self.ids, scores, self.types),
+                self._merges(),
                 unk_token=None if unknown is None else self.tokens[unknown],
                 fuse_unk=True,
                 byte_fallback=bool((self.types == TokenType.BYTE).any()),
             )
         )
-        prefix = self.flag(Keys.Tokenizer.ADD_PREFIX, True)
+        prefix = self.flag(Keys.Tokenizer.ADD_PREFIX, self.kind == "llama")
         spaces = normalizers.Replace(" ", _SPACE)
         inner.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
         steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
         return inner
+
+    def _merges(self) -> list[tuple[str, str]]:
+        if self.kind == "gemma4":
+            return [_pair(merge) for merge in self._list(Keys.Tokenizer.MERGES)]
+        scores = self.found.metadata.get(Keys.Tokenizer.SCORES)
+        if not isinstance(scores, np.ndarray) or len(scores) != len(self.tokens):
+            self.wrong(Keys.Tokenizer.SCORES, f"must be {len(self.tokens)} numbers, one a token")
+        return _merges_by_score(self.tokens, self.ids, scores, self.types)
 
     def _add_tokens(self, inner: Tokenizer) -> None:
         """Tokens that are taken from a text as they are written; control ones do not show in answers."""
@@ -177,8 +183,8 @@ class _Vocabulary:
 
     def _add_ends(self, inner: Tokenizer) -> None:
         """Tokens that go before and after a plain text."""
-        llama = self.kind == "llama"
-        bos = self.flag(Keys.Tokenizer.ADD_BOS, llama or self._way().bos)
+        pairs = self.kind != "gpt2"  # of sentencepiece
+        bos = self.flag(Keys.Tokenizer.ADD_BOS, pairs or self._way().bos)
         eos = self.flag(Keys.Tokenizer.ADD_EOS, False)
         first = self.id_of(Keys.Tokenizer.BOS_ID) if bos else None
         last = self.id_of(Keys.Tokenizer.EOS_ID) if eos else None

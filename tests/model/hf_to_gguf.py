@@ -6,6 +6,7 @@ of rows, heads and matrices is done here forwards, where the package undoes it.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ KindOf = Callable[[str, np.ndarray[Any, Any]], Kind | None]
 
 PERMUTED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3")
 PLUS_ONE = ("qwen3next", "qwen35moe", "gemma3")
-LATENT = ("deepseek2", "glm-dsa", "kimi-linear")
+LATENT = ("deepseek2", "glm-dsa", "kimi-linear", "mistral4")
 EXPERT = {"gate": T.FFN_GATE_EXP, "up": T.FFN_UP_EXP, "down": T.FFN_DOWN_EXP}
 
 
@@ -49,7 +50,8 @@ def write(
     part; ``fuse``: gate and up in one tensor; ``whole_kv``: kv_b as old files have it.
     """
     config: Any = model.config
-    config = config.get_text_config()
+    config = copy.copy(config.get_text_config())
+    config.allow_global_per_layer_attribute_access = True  # of types whose layers differ
     writer = GGUFWriter(path, arch, split_max_tensors=split)
     metadata(writer, config, arch, model)
     if more is not None:
@@ -115,7 +117,7 @@ def metadata(w: GGUFWriter, c: Any, arch: str, model: nn.Module) -> None:
     w.add_layer_norm_rms_eps(first(c, "rms_norm_eps", "norm_eps", "layer_norm_epsilon"))
     if experts := first(c, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
         w.add_expert_count(experts)
-        w.add_expert_used_count(first(c, "num_experts_per_tok", "moe_k", "moe_topk"))
+        w.add_expert_used_count(first(c, "num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"))
     for key, add in (("n_group", w.add_expert_group_count), ("topk_group", w.add_expert_group_used_count)):
         if (value := getattr(c, key, None)) is not None:
             add(value)
@@ -186,6 +188,24 @@ def deepseek2(w: GGUFWriter, c: Any) -> None:
         w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if (scale := c.rope_parameters.get("mscale_all_dim")) is not None:
         w.add_rope_scaling_yarn_log_mul(0.1 * scale)
+
+
+def mistral4(w: GGUFWriter, c: Any) -> None:
+    deepseek2(w, c)
+    w.add_attn_temperature_scale(c.rope_parameters["llama_4_scaling_beta"])
+
+
+def mimo2(w: GGUFWriter, c: Any) -> None:
+    sliding = [kind == "sliding_attention" for kind in c.layer_types]
+    w.add_head_count_kv([c.num_key_value_heads * (1 + flag) for flag in sliding])
+    w.add_sliding_window(c.sliding_window - 1)
+    w.add_sliding_window_pattern(sliding)
+    w.add_value_length(c.v_head_dim)
+    w.add_expert_feed_forward_length(c.moe_intermediate_size)
+    rope = c.rope_parameters
+    w.add_rope_dimension_count(int(c.head_dim * rope["full_attention"]["partial_rotary_factor"]))
+    w.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    w.add_float32("mimo2.attention.value_scale", c.attention_value_scale)
 
 
 def glm4moe(w: GGUFWriter, c: Any) -> None:
@@ -317,6 +337,32 @@ def gemma3(w: GGUFWriter, c: Any) -> None:
     w.add_sliding_window(c.sliding_window)
 
 
+def gemma4(w: GGUFWriter, c: Any) -> None:
+    sliding = [kind == "sliding_attention" for kind in c.layer_types]
+    kinds = [c.per_layer_config[kind] for kind in ("full_attention", "sliding_attention")]
+    w.add_shared_kv_layers(c.num_kv_shared_layers)
+    w.add_embedding_length_per_layer_input(c.hidden_size_per_layer_input or 0)
+    w.add_sliding_window(c.sliding_window)
+    w.add_sliding_window_pattern(sliding)
+    w.add_key_length(kinds[0].head_dim)
+    w.add_value_length(kinds[0].head_dim)
+    w.add_key_length_swa(kinds[1].head_dim)
+    w.add_value_length_swa(kinds[1].head_dim)
+    w.add_rope_dimension_count(kinds[0].head_dim)
+    w.add_rope_dimension_count_swa(kinds[1].head_dim)
+    w.add_rope_freq_base_swa(c.rope_parameters["sliding_attention"]["rope_theta"])
+    if c.enable_moe_block:
+        w.add_expert_feed_forward_length(c.moe_intermediate_size)
+    if c.use_double_wide_mlp:
+        own = c.num_hidden_layers - c.num_kv_shared_layers
+        sizes = [c.intermediate_size * (1 if n < own else 2) for n in range(c.num_hidden_layers)]
+        w.add_feed_forward_length(sizes)
+    if kinds[0].num_key_value_heads != kinds[1].num_key_value_heads:
+        w.add_head_count_kv([kinds[flag].num_key_value_heads for flag in sliding])
+    if c.final_logit_softcapping:
+        w.add_final_logit_softcapping(c.final_logit_softcapping)
+
+
 EXTRA: dict[str, Callable[[GGUFWriter, Any], None]] = {
     "afmoe": afmoe,
     "deepseek2": deepseek2,
@@ -324,6 +370,7 @@ EXTRA: dict[str, Callable[[GGUFWriter, Any], None]] = {
     "ernie4_5-moe": ernie,
     "exaone-moe": exaone,
     "gemma3": gemma3,
+    "gemma4": gemma4,
     "glm-dsa": glm_dsa,
     "glm4moe": glm4moe,
     "gpt-oss": gpt_oss,
@@ -335,7 +382,9 @@ EXTRA: dict[str, Callable[[GGUFWriter, Any], None]] = {
     "kimi-linear": kimi,
     "lfm2moe": lfm2,
     "llama": llama,
+    "mimo2": mimo2,
     "minimax-m2": partial_rope,
+    "mistral4": mistral4,
     "nemotron_h_moe": nemotron,
     "qwen2moe": qwen2moe,
     "qwen35moe": qwen35moe,
@@ -353,6 +402,11 @@ def tensors(model: nn.Module, c: Any, arch: str, *, fuse: bool, whole_kv: bool) 
     }
     gguf_arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(gguf_arch, c.num_hidden_layers)
+    if arch == "gemma4":
+        full = c.rope_parameters["full_attention"]["partial_rotary_factor"]
+        half = c.per_layer_config["full_attention"].head_dim // 2
+        rotated = int(half * full)
+        yield "rope_freqs.weight", torch.tensor([1.0] * rotated + [1e30] * (half - rotated))
     for name, tensor in state.items():
         found = re.search(r"layers\.(\d+)\.", name)
         block = int(found[1]) if found else None
@@ -397,6 +451,13 @@ class _Tensor:
             return
         if self.leaf in ("e_score_correction_bias", "expert_bias"):
             yield self.as_kind(T.FFN_EXP_PROBS_B, ".bias"), x.reshape(-1)
+            return
+        if self.arch == "gemma4" and self.leaf in ("scale", "per_expert_scale"):
+            kind = T.FFN_GATE_INP if self.leaf == "scale" else T.FFN_DOWN_EXP
+            yield self.as_kind(kind, ".scale"), x
+            return
+        if self.leaf == "layer_scalar":
+            yield f"{self.name}.weight", x
             return
         if self.leaf == "sinks":
             yield self.as_kind(T.ATTN_SINKS), x

@@ -65,7 +65,19 @@ MOE: list[tuple[str, str, dict[str, Any]]] = [
     ("afmoe", "afmoe", {"mup_enabled": True}),
     ("exaone-moe", "exaone_moe", {}),
     ("kimi-linear", "kimi_linear", {}),
-]
+    ("mimo2", "mimo_v2_flash", {
+        "attention_value_scale": 0.5, "routed_scaling_factor": 1.0, "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+        for kind, theta in (("full_attention", 5e6), ("sliding_attention", 1e4))}}),
+    # Queries grow from the fifth position on.
+    ("mistral4", "mistral4", {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 4,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3, "partial_rotary_factor": 8 / 24}}),
+    ("gemma4", "gemma4_text", {
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 32,
+        "final_logit_softcapping": 3.0, "hidden_size_per_layer_input": 0}),
+]  # fmt: skip
 DENSE: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "llama", {}),
     ("qwen2", "qwen2", {}),
@@ -74,16 +86,22 @@ DENSE: list[tuple[str, str, dict[str, Any]]] = [
     ("granite", "granite", {}),
     ("ernie4_5", "ernie4_5", {}),
     ("gemma3", "gemma3_text", {"query_pre_attn_scalar": 16, "sliding_window": 6}),
-]
+    ("gemma4", "gemma4_text", {
+        "enable_moe_block": False, "num_experts": None, "global_head_dim": 32,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+]  # fmt: skip
 # Read, but by the same line of the table as another one that is tested.
 SAME_AS = {"qwen3vlmoe": "qwen3moe"}
 
 
 def tiny(model_type: str, **changes: Any) -> Any:
     """A random model with the configuration of its type, changed."""
-    config = tiny_config(model_type)
-    for name, value in changes.items():
-        setattr(config, name, value)
+    if model_type == "gemma4_text":  # which has the sizes of each layer from the start
+        config = tiny_config(model_type, **changes)
+    else:
+        config = tiny_config(model_type)
+        for name, value in changes.items():
+            setattr(config, name, value)
     chosen = choose_class(config)
     return tiny_model(chosen.cls, chosen.config, seed=int(torch.randint(1 << 30, ())))
 

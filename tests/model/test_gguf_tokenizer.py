@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, pre_tokenizers
-from transformers import AutoTokenizer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GemmaTokenizer
 
 from hetero.core import InputError
 from hetero.engine.generate import Engine
@@ -107,6 +108,44 @@ def test_byte_level() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "hello é<think>"
     assert tokenizer.eos_token_id == 0
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+
+
+def test_pairs_of_sentencepiece_in_the_order_of_a_list() -> None:
+    """Gemma 4's: as transformers' own class makes it of the same vocabulary and merges."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    text = HELDOUT.read_text(encoding="utf-8")[:20000].replace(" ", "\u2581")
+    trained = Tokenizer(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=special, limit_alphabet=100, show_progress=False
+    )
+    trained.train_from_iterator(text.split("\n\n"), trainer)
+    made = json.loads(trained.to_str())["model"]
+    pieces = sorted(made["vocab"], key=made["vocab"].__getitem__)
+    tokens = [*pieces, *(f"<0x{byte:02X}>" for byte in range(256)), "<|turn>"]
+    kinds = [CONTROL] * 4 + [NORMAL] * (len(pieces) - 4) + [BYTE] * 256 + [CONTROL]
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(kinds),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in made["merges"]],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    found = GgufFile(Path("m.gguf"), metadata, {}, ())
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    theirs = GemmaTokenizer(vocab=vocabulary, merges=[tuple(pair) for pair in made["merges"]])
+    ours = read_tokenizer(found)
+    assert ours is not None
+    long = text[:3000].replace("\u2581", " ")
+    for line in (long, "  two  spaces \n\n\n tab\t", "日本 é 🙂\x00", "<eos> a"):
+        ids = encode(found, line)
+        assert ids[0] == 2
+        assert ids[1:] == theirs(line, add_special_tokens=False)["input_ids"], line
+        assert ours.decode(ids[1:]) == line
+    assert encode(found, "a<|turn>")[-1] == len(tokens) - 1
+    with pytest.raises(InputError, match=r"tokenizer\.ggml\.merges must be a list"):
+        read_tokenizer(GgufFile(Path("m.gguf"), metadata | {"tokenizer.ggml.merges": None}, {}, ()))
 
 
 def encode(found: GgufFile, text: str, **options: Any) -> list[int]:
