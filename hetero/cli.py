@@ -251,7 +251,7 @@ def chat(
         return dataclasses.replace(asked, prompt=tuple(tokenizer.chat(messages)))
 
     with counted(loaded, no_stats):
-        terminal.chat_loop(Engine(loaded.runnable), make, system)
+        terminal.chat_loop(Engine(loaded.runnable, reuse=True), make, system)
 
 
 def _refuse_shapes(model: str | None, instead: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.core import InputError
+from hetero.hw.memory import parse_bytes
 
 PCIE = ("early", "late")
 ISAS = ("auto", "scalar", "avx2", "avx512", "amx")
@@ -38,6 +39,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("HETERO_TUNE", "auto", "where the choice of kernels by rows comes from"),
     Variable("HETERO_PREFILL_CHUNK", "512, with fused layers 4096", "prompt tokens of one forward pass"),
     Variable("HETERO_PCIE", "early", "when a step's experts cross PCIe"),
+    Variable("HETERO_SNAPSHOTS", "2GiB", "main memory for states of sequences of fused layers"),
     Variable("HETERO_API_KEY", "none", "key that clients of the server must give"),
     Variable("HETERO_STATS", "on", "whether counts of the experts that are used are kept"),
     Variable("HETERO_DEBUG", "0", "show the traceback of an unexpected error"),
@@ -54,6 +56,7 @@ class Settings:
     tune: str = "auto"  # auto, off, force or a file
     prefill_chunk: int = 512
     pcie: str = "early"
+    snapshots: int = 2 << 30
     stats: bool = True
     debug: bool = False
 
@@ -71,6 +74,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         tune=env.get("HETERO_TUNE") or "auto",
         prefill_chunk=_positive(env, "HETERO_PREFILL_CHUNK") or 512,
         pcie=_one_of(env, "HETERO_PCIE", PCIE),
+        snapshots=_size(env, "HETERO_SNAPSHOTS", 2 << 30),
         stats=_switch(env, "HETERO_STATS"),
         debug=debug(env),
     )
@@ -115,6 +119,19 @@ def _positive(env: Mapping[str, str], name: str, most: int | None = None) -> int
         wanted = "of at least 1" if most is None else f"from 1 to {most}"
         raise InputError(f"{name}={text}: must be a whole number {wanted}")
     return value
+
+
+def _size(env: Mapping[str, str], name: str, default: int) -> int:
+    """Bytes; 0 for none."""
+    text = env.get(name)
+    if not text:
+        return default
+    if text == "0":
+        return 0
+    try:
+        return parse_bytes(text)
+    except InputError as error:
+        raise InputError(f"{name}={text}: {error}") from None
 
 
 def _cache(env: Mapping[str, str]) -> Path:

@@ -104,8 +104,11 @@ def summary(result: Result) -> str:
     """Speed and the kernels that ran, in a line."""
     times, usage = result.timings, result.usage
     kernels = ", ".join(f"{name} x{calls}" for name, calls in sorted(result.kernels.items())) or "none"
+    read = str(usage.prompt_tokens)
+    if usage.cached_tokens:
+        read = f"{usage.prompt_tokens - usage.cached_tokens} of {usage.prompt_tokens}"
     return (
-        f"[{times.decode_tok_s:.1f} tok/s, TTFT {times.ttft_s:.2f} s, {usage.prompt_tokens} tokens read, "
+        f"[{times.decode_tok_s:.1f} tok/s, TTFT {times.ttft_s:.2f} s, {read} tokens read, "
         f"{usage.completion_tokens} made, ended by {result.finish_reason}; kernels: {kernels}]"
     )
 

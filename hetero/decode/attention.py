@@ -78,3 +78,10 @@ class AttentionMixer(Projected):
 
     def clear(self, slot: int) -> None:
         """Nothing: positions say what of the pages counts."""
+
+    def states(self, slot: int) -> list[Tensor]:
+        return []
+
+    @property
+    def paged(self) -> list[Tensor]:
+        return [self.cache.keys, self.cache.values]

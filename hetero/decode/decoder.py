@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from math import lcm
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from hetero.decode.build import Build, Routing
 from hetero.decode.embedding import Embedding
 from hetero.decode.experts import LayerExperts
 from hetero.decode.families import family_of
-from hetero.decode.inputs import PAGE, Chunk, StepInputs
+from hetero.decode.inputs import PAGE, Chunk, Mark, StepInputs
 from hetero.decode.layer import Layer
 from hetero.decode.matrix import Part, Projection
 from hetero.decode.turns import parted, prefill
 from hetero.ops.gpu.ahead import fetch_ahead
 from hetero.ops.gpu.stamps import at_layer
+
+_SCORED = 16  # rows of logits at once: as many as a step's kernels take
 
 
 class Decoder:
@@ -127,14 +130,33 @@ class Decoder:
                 weights = following[0].first_weights if following else []
                 experts.before_wait = partial(fetch_ahead, weights)
 
-    def prefill(self, tokens: Tensor, slot: int, start: int, pages: Tensor) -> Tensor:
+    def prefill(
+        self,
+        tokens: Tensor,
+        slot: int,
+        start: int,
+        pages: Tensor,
+        *,
+        marks: Sequence[Mark] = (),
+        each: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
         """Logits float32 [V] after ``tokens`` int64 [T] on the device, which follow ``start`` tokens of the
-        slot; ``pages`` as in ``StepInputs``. Eager, of any length."""
-        whole = Chunk(tokens, slot, start, pages)
+        slot; ``pages`` as in ``StepInputs``. Eager, of any length. ``marks``: where layers tell their states,
+        in order. ``each``: is given the logits of all tokens, a few rows [n, V] at a time from the token of
+        an index on, which it must not keep."""
+        whole = Chunk(tokens, slot, start, pages, tuple(marks))
         chunks = parted(whole) if self._take_turns(len(tokens)) else [whole]
         streams = [self._family.begin(self._embedding(chunk.tokens)) for chunk in chunks]
-        last = prefill(self._layers, streams, chunks)[-1]
-        return self._logits(self._family.last(last))[0]
+        ends = prefill(self._layers, streams, chunks)
+        if each is None:
+            return self._logits(self._family.rows(ends[-1], slice(-1, None)))[0]
+        logits: Tensor | None = None
+        for chunk, stream in zip(chunks, ends, strict=True):
+            for row in range(0, len(chunk.tokens), _SCORED):
+                logits = self._logits(self._family.rows(stream, slice(row, row + _SCORED)))
+                each(chunk.start - start + row, logits)
+        assert logits is not None
+        return logits[-1]
 
     def _take_turns(self, rows: int) -> bool:
         if self.turns is not None:
@@ -146,6 +168,20 @@ class Decoder:
         """Begin a new sequence in a slot."""
         for layer in self._layers:
             layer.clear(slot)
+
+    def states(self, slot: int) -> list[Tensor]:
+        """Views of all that a slot holds outside of pages."""
+        return [state for layer in self._layers for state in layer.states(slot)]
+
+    @property
+    def paged(self) -> list[Tensor]:
+        """What lies in pages, each [pages, ...]."""
+        return [part for layer in self._layers for part in layer.paged]
+
+    @property
+    def grain(self) -> int:
+        """Tokens at whose multiples nothing more will be written for those before."""
+        return lcm(*(layer.grain for layer in self._layers))
 
     def gather(self, tokens: Sequence[Sequence[int]], out: Tensor | None = None) -> Tensor | None:
         """N-gram embeddings [n, ple_embed_dim] on the host for the newest of each row's last tokens, into

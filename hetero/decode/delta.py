@@ -75,6 +75,13 @@ class DeltaMixer(Projected):
     def clear(self, slot: int) -> None:
         self.state.clear(slot)
 
+    def states(self, slot: int) -> list[Tensor]:
+        return [self.state.rings[slot], self.state.states[slot]]
+
+    @property
+    def paged(self) -> list[Tensor]:
+        return []
+
 
 def _inputs(module: Any, shape: DeltaShape) -> list[Part]:
     """The projections whose outputs are qkv, z, b, a."""

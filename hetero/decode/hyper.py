@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hetero.decode.build import Build
 from hetero.decode.inputs import Chunk, StepInputs
 from hetero.decode.layer import Block
+from hetero.decode.marks import pieces, prefilled
 from hetero.decode.matrix import Part, Projection, decoded
 from hetero.decode.mixer import Mixer
 from hetero.decode.ple import Ngrams
@@ -35,6 +36,14 @@ class HyperStream(NamedTuple):
     streams: Tensor
     added: Sum | None = None
     inject: Tensor | None = None
+
+    def rows(self, which: slice) -> HyperStream:
+        """Of some rows; streams stay the same memory."""
+        return HyperStream(
+            self.streams[which],
+            None if self.added is None else self.added.rows(which),
+            None if self.inject is None else self.inject[which],
+        )
 
 
 def _part(layer: Any) -> Part:
@@ -131,14 +140,32 @@ class HyperLayer:
     def begin_prefill(self, stream: HyperStream, chunk: Chunk) -> Callable[[], HyperStream]:
         streams = stream.streams
         if self.ngrams is not None:
-            self.ngrams.prefill(*stream, chunk)
+            self._add_ngrams(self.ngrams, stream, chunk)
             stream = HyperStream(streams)
         x, inject = self.around_mixer.prefill(stream)
-        mixed = HyperStream(streams, Sum(self.mixer.prefill(x, chunk)), inject)
+        mixed = HyperStream(streams, Sum(prefilled(self.mixer, x, chunk)), inject)
         lap(MIXER)
         x, inject = self.around_block.prefill(mixed)
         end = self.block.begin_prefill(x)
         return lambda: HyperStream(streams, Sum(end()), inject)
 
+    @staticmethod
+    def _add_ngrams(ngrams: Ngrams, stream: HyperStream, chunk: Chunk) -> None:
+        for rows, piece, marks in pieces(chunk):
+            ngrams.prefill(*stream.rows(rows), piece)
+            for mark in marks:
+                mark.save(ngrams.states(chunk.slot))
+
     def clear(self, slot: int) -> None:
         self.mixer.clear(slot)
+
+    def states(self, slot: int) -> list[Tensor]:
+        return [*([] if self.ngrams is None else self.ngrams.states(slot)), *self.mixer.states(slot)]
+
+    @property
+    def paged(self) -> list[Tensor]:
+        return self.mixer.paged
+
+    @property
+    def grain(self) -> int:
+        return self.mixer.grain

@@ -46,6 +46,7 @@ class IndexedAttentionMixer(AttentionMixer):
         )
         pages = build.pages, PAGE
         self.index_keys = IndexKeys(self.index_shape, build.slots, pages, build.dtype, build.device)
+        self.grain = self.index_shape.ratio
 
     def _inputs(self, module: Any) -> list[Part]:
         qk = module.indexer.index_qk_proj
@@ -83,6 +84,13 @@ class IndexedAttentionMixer(AttentionMixer):
             self._store(k[whole:], v[whole:], chunk, whole)
             self._beyond(q, asked, chunk, whole, out)
         return self._out.many(out.flatten(1))[0]
+
+    def states(self, slot: int) -> list[Tensor]:
+        return [self.index_keys.ring[slot]]
+
+    @property
+    def paged(self) -> list[Tensor]:
+        return [*super().paged, self.index_keys.blocks]
 
     def _queries(self, q: Tensor, start: int) -> Tensor:
         """Of q [n, heads, 2 * dim], with gates, of positions from ``start`` on: normed and rotated."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,6 +22,16 @@ class StepInputs:
     ple: Tensor | None = None  # [R, ple_embed_dim] in the model's dtype: n-gram embeddings from the host
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place within a prompt at which every layer's state in the slot is told, on its way. ``at``: tokens of
+    the sequence up to there; ``save``: is called by every layer that has such a state, with views as
+    ``states`` gives them, whose contents change afterwards."""
+
+    at: int
+    save: Callable[[Sequence[Tensor]], None]
+
+
 @dataclass(slots=True)
 class Chunk:
     """Consecutive tokens of one sequence, whose state holds all before them."""
@@ -29,3 +40,9 @@ class Chunk:
     slot: int
     start: int  # position of the first
     pages: Tensor  # as in StepInputs
+    marks: tuple[Mark, ...] = ()  # behind its first token, up to its end, in order
+
+    def part(self, first: int, end: int) -> Chunk:
+        """Its tokens [first, end), with the marks that lie there."""
+        marks = tuple(mark for mark in self.marks if first < mark.at - self.start <= end)
+        return Chunk(self.tokens[first:end], self.slot, self.start + first, self.pages, marks)

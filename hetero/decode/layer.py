@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from hetero.decode.inputs import Chunk, StepInputs
+from hetero.decode.marks import prefilled
 from hetero.decode.matrix import VALUES
 from hetero.decode.mixer import Mixer
 from hetero.decode.norm import Norm
@@ -60,6 +61,20 @@ class Layer(Protocol):
 
     def clear(self, slot: int) -> None: ...
 
+    def states(self, slot: int) -> list[Tensor]:
+        """As of a mixer, of all parts that have any."""
+        ...
+
+    @property
+    def paged(self) -> list[Tensor]:
+        """As of a mixer."""
+        ...
+
+    @property
+    def grain(self) -> int:
+        """As of a mixer."""
+        ...
+
 
 class PlainStream(NamedTuple):
     """A residual [R, H] and what is still to be added to it, which the next norm does."""
@@ -94,7 +109,7 @@ class PlainLayer:
 
     def begin_prefill(self, stream: PlainStream, chunk: Chunk) -> Callable[[], PlainStream]:
         x = self.mixer_norm.step(VALUES, stream.residual, stream.added)
-        mixed = self.mixer.prefill(x.x, chunk)
+        mixed = prefilled(self.mixer, x.x, chunk)
         lap(MIXER)
         x = self.block_norm.step(VALUES, x.residual, Sum(mixed))
         end = self.block.begin_parts(x.x)
@@ -102,3 +117,14 @@ class PlainLayer:
 
     def clear(self, slot: int) -> None:
         self.mixer.clear(slot)
+
+    def states(self, slot: int) -> list[Tensor]:
+        return self.mixer.states(slot)
+
+    @property
+    def paged(self) -> list[Tensor]:
+        return self.mixer.paged
+
+    @property
+    def grain(self) -> int:
+        return self.mixer.grain

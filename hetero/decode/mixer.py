@@ -43,11 +43,27 @@ class Mixer(Protocol):
         """Begin a new sequence in a slot."""
         ...
 
+    def states(self, slot: int) -> list[Tensor]:
+        """Views of all that a slot holds outside of pages: what a sequence needs to go on elsewhere."""
+        ...
+
+    @property
+    def paged(self) -> list[Tensor]:
+        """What lies in pages, each [pages, ...]."""
+        ...
+
+    @property
+    def grain(self) -> int:
+        """Tokens of a block, of which something is written in the page of its first token once the last one
+        is there; 1: every token's part is written with it."""
+        ...
+
 
 class Projected:
     """What mixers have in common that begin with one projection, ``_in``, of their input."""
 
     _in: Projection
+    grain = 1
 
     @property
     def format(self) -> Format:

@@ -114,6 +114,10 @@ class Ngrams:
     def nbytes(self) -> int:
         return self.ring.nbytes + self.recent.nbytes
 
+    def states(self, slot: int) -> list[Tensor]:
+        """As of a mixer."""
+        return [self.ring[slot], self.recent[slot]]
+
     def step(self, streams: Tensor, added: Sum | None, inject: Tensor | None, inputs: StepInputs) -> None:
         """Add the last block's output and then the embeddings to streams [R, count * H] in place."""
         assert inputs.ple is not None

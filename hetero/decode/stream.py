@@ -16,9 +16,9 @@ class Sum(NamedTuple):
     shared: Tensor | None = None  # [R, H]
     gate: Tensor | None = None  # [R, 1], a column of a wider projection; None: shared counts whole
 
-    def last(self) -> Sum:
-        """Of the last row alone."""
-        return Sum(*(None if part is None else part[-1:] for part in self))  # type: ignore[arg-type]
+    def rows(self, which: slice) -> Sum:
+        """Of some rows alone."""
+        return Sum(*(None if part is None else part[which] for part in self))  # type: ignore[arg-type]
 
     def value(self) -> Tensor:
         """[R, H] float32, by torch."""

@@ -25,10 +25,7 @@ def parted(chunk: Chunk) -> list[Chunk]:
     half = -(-len(chunk.tokens) // (2 * ALIGNED)) * ALIGNED
     if half >= len(chunk.tokens):
         return [chunk]
-    return [
-        Chunk(chunk.tokens[:half], chunk.slot, chunk.start, chunk.pages),
-        Chunk(chunk.tokens[half:], chunk.slot, chunk.start + half, chunk.pages),
-    ]
+    return [chunk.part(0, half), chunk.part(half, len(chunk.tokens))]
 
 
 def prefill(layers: Sequence[Layer], streams: Sequence[Any], chunks: Sequence[Chunk]) -> list[Any]:

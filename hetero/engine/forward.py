@@ -7,6 +7,7 @@ convolution states. The engine passes it on and never looks inside.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hetero.engine.sample import Scored
+from hetero.kv.prefix import Copies, Keeper
 from hetero.model.caches import copied, copyable, cuttable, host_bytes
 from hetero.model.rows import RowsModel, takes_rows
 
@@ -34,28 +36,41 @@ class AnySequence(Protocol):
     def cuttable(self) -> bool: ...
     @property
     def host_bytes(self) -> int: ...
-    def begin(self, cache: Any, held: int, used: int) -> None: ...
+    @property
+    def marks(self) -> bool: ...
+    def mark(self, at: int, *, spare: bool = False) -> None: ...
+    def marked(self) -> list[tuple[int, Any]]: ...
+    def begin(self, cache: Any, held: int, used: int, *, own: bool = False) -> None: ...
     def kept(self) -> Any: ...
+    def given(self) -> Any: ...
     def advance(self, tokens: list[int]) -> Tensor | Scored: ...
-    def advance_all(self, tokens: list[int]) -> Tensor: ...
+    def advance_each(self, tokens: list[int], take: Callable[[int, Tensor], None]) -> Tensor: ...
     def close(self) -> None: ...
 
 
-class AnyStepper(Protocol):
+class AnyStepper(Keeper, Protocol):
     """What runs sequences; see ``Stepper``."""
 
     @property
     def together(self) -> bool: ...
+    @property
+    def shares(self) -> bool: ...
+    def shared(self, cache: Any, used: int) -> int: ...
+    def needs(self, wanted: Iterable[tuple[Any, int]]) -> int: ...
+    def on_shortage(self, give_up: Callable[[], bool]) -> None: ...
     def close(self) -> None: ...
     def start(self) -> AnySequence: ...
     def advance(self, sequences: Many[Any], tokens: Many[int]) -> Tensor | list[Scored]: ...
 
 
-class Stepper:
+class Stepper(Copies):
     """Runs sequences through a causal language model of transformers' interface.
 
     ``rows``: make the model able to step several at once, where its type can; ``close`` gives it back.
+    ``shares``: whether a sequence that begins from another's tokens holds the same memory, at no cost.
     """
+
+    shares = False
 
     def __init__(self, model: nn.Module, rows: bool = False) -> None:
         self._model = model
@@ -75,6 +90,19 @@ class Stepper:
     def together(self) -> bool:
         """Whether ``advance`` runs sequences in one pass."""
         return self._rows is not None
+
+    def shared(self, cache: Any, used: int) -> int:
+        """Tokens of memory of running sequences that one which begins with ``used`` tokens of a kept cache
+        would share."""
+        return 0
+
+    def needs(self, wanted: Iterable[tuple[Sequence | None, int]]) -> int:
+        """Tokens of keys and values, in whole blocks, for sequences that want so many each."""
+        return sum(tokens for _, tokens in wanted)
+
+    def on_shortage(self, give_up: Callable[[], bool]) -> None:
+        """``give_up`` has something that is kept given up, where memory for sequences is short; here the
+        machine's memory ends, and nobody is asked."""
 
     def close(self) -> None:
         if self._rows is not None:
@@ -103,7 +131,10 @@ class Stepper:
 
 class Sequence:
     """State of one sequence; closing or dropping it frees its cache. ``length``: tokens that the cache
-    holds."""
+    holds. ``marks``: whether its state within a prompt can be told while that is read (``mark``); else
+    it is read up to there, and told then."""
+
+    marks = False
 
     def __init__(
         self,
@@ -133,16 +164,31 @@ class Sequence:
         """Bytes of the cache in the machine's memory."""
         return host_bytes(self.cache)
 
-    def begin(self, cache: Any, held: int, used: int) -> None:
-        """Start from a copy of a cache that holds ``held`` tokens, with the first ``used`` of them."""
+    def begin(self, cache: Any, held: int, used: int, *, own: bool = False) -> None:
+        """Start from a copy of a cache that holds ``held`` tokens, with the first ``used`` of them; ``own``:
+        from the cache itself, which nobody else begins from."""
         with torch.inference_mode():
-            self.cache = copied(cache, held - used)
+            self.cache = copied(cache, held - used, clone=not own)
         self.length = used
 
     def kept(self) -> Any:
         """A copy of the cache."""
         with torch.inference_mode():
             return copied(self.cache)
+
+    def given(self) -> Any:
+        """The cache itself: the sequence does not go on."""
+        return self.cache
+
+    def mark(self, at: int, *, spare: bool = False) -> None:
+        """Tell the state after ``at`` tokens when they are read next. ``spare``: only where there is memory
+        that nothing else is in."""
+        raise ValueError("has no marks")
+
+    def marked(self) -> list[tuple[int, Any]]:
+        """(tokens, what ``begin`` takes) of marks that were read since, once; whoever takes them frees
+        them."""
+        return []
 
     def close(self) -> None:
         """Free what it holds; it is used no more."""
@@ -152,9 +198,12 @@ class Sequence:
         """Logits [V] after appending ``tokens`` [n >= 1]. Under inference mode."""
         return self._forward(tokens, self._last_only)[-1]
 
-    def advance_all(self, tokens: list[int]) -> Tensor:
-        """Logits [n, V] at each of the appended ``tokens``. Under inference mode."""
-        return self._forward(tokens, {})
+    def advance_each(self, tokens: list[int], take: Callable[[int, Tensor], None]) -> Tensor:
+        """``advance``, and logits at each of the ``tokens``: ``take`` is given them, rows [n, V] at a time
+        from the token of an index on, which it must not keep. Under inference mode."""
+        logits = self._forward(tokens, {})
+        take(0, logits)
+        return logits[-1]
 
     def _forward(self, tokens: list[int], keep: dict[str, Any]) -> Tensor:
         ids = torch.tensor([tokens], dtype=torch.long, device=self._device)

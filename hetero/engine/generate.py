@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from hetero.engine.answer import Answer, Runnable, check
+from hetero.engine.beginnings import LEAST, near
 from hetero.engine.forward import AnySequence
 from hetero.engine.request import Piece, Request, Result
 from hetero.engine.sample import Scored
 from hetero.engine.stepping import chunk_of, stepper_for
+from hetero.kv.prefix import Entry, PrefixStore
 
 __all__ = ["Engine", "Runnable"]
 
 
-class Engine:
-    """Runs requests one at a time on one model. Not for two threads at once."""
+# Sequences that are kept: slots share memory, other caches are as large as they are.
+_SHARED, _OWNED = 8, 1
 
-    def __init__(self, runnable: Runnable, prefill_chunk: int | None = None) -> None:
+
+class Engine:
+    """Runs requests one at a time on one model. Not for two threads at once. ``reuse``: a request begins with
+    what an earlier one has left, where their tokens are the same; ``close`` gives that up."""
+
+    def __init__(self, runnable: Runnable, prefill_chunk: int | None = None, *, reuse: bool = False) -> None:
         self.runnable = runnable
         self._stepper = stepper_for(runnable)
         self._chunk = prefill_chunk or chunk_of(runnable)
+        most = _OWNED if runnable.runner is None else _SHARED
+        self._store: PrefixStore | None = None
+        if reuse and not runnable.whole_prompt:
+            self._store = PrefixStore(most, sys.maxsize, self._stepper)
+            self._stepper.on_shortage(self._store.give_up)
+
+    def close(self) -> None:
+        """Give up what is kept."""
+        if self._store is not None:
+            self._store.clear()
+            self._stepper.on_shortage(lambda: False)
 
     def check(self, request: Request) -> int:
         """Tokens that this request may make at most. Raises InputError when it cannot run at all."""
@@ -61,6 +80,7 @@ class Engine:
                 if answer.reason is None:
                     with torch.inference_mode():
                         logits = sequence.advance([answer.tokens[-1]])
+            self._keep(sequence, answer)
         finally:
             sequence.close()
         yield answer.result()
@@ -72,11 +92,49 @@ class Engine:
         prompt = answer.request.prompt
         logits: Tensor | Scored | None = None
         chunk = len(prompt) if self.runnable.whole_prompt else self._chunk
-        for start in range(0, len(prompt), chunk):
+        if self._store is not None and not answer.scores_prompt:
+            self._begin(self._store, sequence, answer)
+        for start in range(sequence.length, len(prompt), chunk):
             if cancelled():
                 return None
-            logits = read_chunk(sequence, answer, start, list(prompt[start : start + chunk]))
+            end = min(start + chunk, len(prompt))
+            if self._store is not None:
+                self._mark(self._store, sequence, answer, end)
+            logits = read_chunk(sequence, answer, start, list(prompt[start:end]))
+            for at, cache in sequence.marked():
+                assert self._store is not None
+                self._store.put(Entry(prompt[:at], cache, cuttable=False))
         return logits
+
+    @staticmethod
+    def _begin(store: PrefixStore, sequence: AnySequence, answer: Answer) -> None:
+        """With what an earlier request has left."""
+        found = store.find(answer.request.prompt)
+        if found is None:
+            return
+        entry, used = found
+        if not sequence.marks:  # a cache of its own: the sequence takes it over
+            store.drop(entry)
+        sequence.begin(entry.cache, len(entry.tokens), used, own=not sequence.marks)
+        answer.cached = used
+
+    @staticmethod
+    def _mark(store: PrefixStore, sequence: AnySequence, answer: Answer, end: int) -> None:
+        """Have a state kept shortly before the end of the prompt."""
+        prompt = answer.request.prompt
+        at = near(len(prompt), 0)
+        wanted = sequence.marks and not sequence.cuttable and sequence.length < at <= end
+        if wanted and at - answer.cached >= LEAST and store.lacks(prompt[:at]):
+            sequence.mark(at)
+
+    def _keep(self, sequence: AnySequence, answer: Answer) -> None:
+        """For the next request, which most likely goes on from here."""
+        tokens = (*answer.request.prompt, *answer.tokens)[: sequence.length]
+        if self._store is None or not sequence.keepable or not self._store.lacks(tokens):
+            return
+        cache = sequence.given()
+        if cache is not None:
+            self._store.put(Entry(tokens, cache, sequence.cuttable))
 
 
 def read_chunk(sequence: AnySequence, answer: Answer, start: int, tokens: list[int]) -> Tensor | Scored:
@@ -84,6 +142,4 @@ def read_chunk(sequence: AnySequence, answer: Answer, start: int, tokens: list[i
     with torch.inference_mode():
         if not answer.scores_prompt:
             return sequence.advance(tokens)
-        logits = sequence.advance_all(tokens)
-        answer.score(start, logits)
-        return logits[-1]
+        return sequence.advance_each(tokens, lambda index, rows: answer.score(start + index, rows))

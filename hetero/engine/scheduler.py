@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from hetero.core import HeteroError, InputError
 from hetero.engine import budget
 from hetero.engine.answer import Answer, Runnable, check, clock
+from hetero.engine.beginnings import places
 from hetero.engine.forward import MOST_ROWS
 from hetero.engine.generate import read_chunk
 from hetero.engine.job import EngineStatus, Handle, Job, Sink, next_reader
@@ -72,9 +74,11 @@ class Scheduler:
         self._kv_total = budget.tokens(kv_tokens, slots, runnable.context)
         if runnable.runner is not None:
             self._kv_total = min(self._kv_total, runnable.runner.kv_tokens)
-        self._store = PrefixStore(slots * KEPT_PER_SLOT, self._kv_total // KEPT_PART)
-        # Slots of a runner are not copied.
-        self._reuse = prefix_cache and not runnable.whole_prompt and runnable.runner is None
+        # What slots leave lies in memory that is taken already.
+        part = KEPT_PART if runnable.runner is None else 1
+        self._store = PrefixStore(slots * KEPT_PER_SLOT, self._kv_total // part, self._stepper)
+        self._stepper.on_shortage(self._give_up)
+        self._reuse = prefix_cache and not runnable.whole_prompt
         self._pace = Pace(self._chunk)
         self._prompts: deque[tuple[int, ...]] = deque(maxlen=PROMPTS)
         self._weighed = False
@@ -100,6 +104,7 @@ class Scheduler:
             self._thread.join()
         else:
             self._cancel_all()
+        self._store.clear()
         self._stepper.close()
 
     def stop_accepting(self) -> None:
@@ -153,7 +158,7 @@ class Scheduler:
                 slots=self._slots,
                 running=len(self._running),
                 waiting=sum(not job.handle.cancelled for job in self._queue),
-                kv_tokens_used=sum(blocks(job.read) for job in self._running),
+                kv_tokens_used=self._stepper.needs((job.sequence, blocks(job.read)) for job in self._running),
                 kv_tokens_cached=self._store.tokens,
                 kv_tokens_total=self._kv_total,
                 prefix_hit_tokens=self._hits,
@@ -170,7 +175,13 @@ class Scheduler:
             self._wake.notify()
 
     def _needed(self) -> int:
-        return sum(job.needs for job in self._running)
+        """Tokens in whole blocks that running requests must have to go on; those that share count once."""
+        return self._stepper.needs((job.sequence, job.needs) for job in self._running)
+
+    def _give_up(self) -> bool:
+        """Give up something that is kept, where the stepper is short of memory."""
+        with self._wake:
+            return self._store.give_up()
 
     # From here on: the engine's thread alone.
 
@@ -229,37 +240,55 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give free slots to waiting requests, as far as there is memory."""
+        shares = self._stepper.shares
         while (admitted := self._next_admitted()) is not None:
-            job, room = admitted
-            if self._store.tokens <= room:
+            job, found, room = admitted
+            if self._store.tokens <= room and not (shares and found):
                 continue
             with self._wake:
-                found = self._store.find(tuple(job.tokens(0, job.known))) if self._reuses(job) else None
+                if not shares:
+                    found = self._found(job)
                 self._store.shrink(room, spare=found[0] if found else None)
-            if self._store.tokens > room and found:
-                # No room for both: what is kept becomes the sequence.
+            if found and (shares or self._store.tokens > room):
+                # It holds the memory of what is kept, or there is no room for both, and what is kept becomes
+                # the sequence.
                 try:
                     self._start_from(job, *found)
                 except Exception as error:
                     self._fail(job, error)
                 with self._wake:
-                    self._store.shrink(room)
+                    self._store.shrink(self._kv_total - self._needed())
 
-    def _next_admitted(self) -> tuple[Job, int] | None:
-        """The next request, now running, and the tokens that may be kept beside it; None: it must wait."""
+    def _next_admitted(self) -> tuple[Job, tuple[Entry, int] | None, int] | None:
+        """The next request, now running; where memory is shared, what it may begin from; and the tokens that
+        may be kept beside it. None: it must wait."""
         with self._wake:
             job = self._queue.peek() if len(self._running) < self._slots else None
             if job is None:
                 return None
-            wanted = job.needs + (HEADROOM if self._running else 0)
-            room = self._kv_total - self._needed() - wanted
+            found = self._found(job) if self._stepper.shares else None
+            wanted = job.needs - (self._stepper.shared(found[0].cache, found[1]) if found else 0)
+            room = self._kv_total - self._needed() - wanted - (HEADROOM if self._running else 0)
             if room < 0:
                 return None
             self._queue.pop()
             self._running.append(job)
             job.sequence = self._stepper.start()
             job.began = clock()
-            return job, room
+            return job, found, room
+
+    def _found(self, job: Job) -> tuple[Entry, int] | None:
+        """What it may begin from: of kept sequences and of running ones, what has most of its tokens."""
+        if not self._reuses(job):
+            return None
+        tokens = tuple(job.tokens(0, job.known))
+        running = [
+            Entry(tuple(other.tokens(0, other.read)), other.sequence.cache, True)
+            for other in self._running
+            if other is not job and other.sequence is not None and other.read and other.sequence.cuttable
+        ]
+        known = (self._store.find(tokens), best(running, tokens))
+        return max((each for each in known if each is not None), key=lambda each: each[1], default=None)
 
     def _reuses(self, job: Job) -> bool:
         """Whether it may start from what was read before: scores of a prompt need all of it read."""
@@ -281,15 +310,8 @@ class Scheduler:
             job.answer.begin()
         if not self._reuses(job):
             return
-        tokens = tuple(job.tokens(0, job.known))
-        running = [
-            Entry(tuple(other.tokens(0, other.read)), other.sequence.cache, True)
-            for other in self._running
-            if other is not job and other.sequence is not None and other.read and other.sequence.cuttable
-        ]
         with self._wake:
-            known = (self._store.find(tokens), best(running, tokens))
-        found = max((each for each in known if each is not None), key=lambda each: each[1], default=None)
+            found = self._found(job)
         if found is not None and found[1] > job.read:
             self._start_from(job, *found)
         prompt = job.request.prompt
@@ -310,8 +332,8 @@ class Scheduler:
             if not job.begun:
                 self._begin(job)
             start, end = job.read, min(job.read + piece, job.known)
-            if start < job.fork < end and not job.sequence.cuttable:
-                end = job.fork
+            if self._reuse and not job.sequence.cuttable:
+                end = self._mark(job, start, end)
             logits = read_chunk(job.sequence, job.answer, start, job.tokens(start, end))
         except Exception as error:
             self._fail(job, error)
@@ -319,8 +341,8 @@ class Scheduler:
         self._pace.read(end - start, clock() - began, beside)
         with self._wake:
             self._prompt_tokens += end - start
-        if end == job.fork and self._reuse and not job.sequence.cuttable:
-            self._keep(job, job.sequence.kept())
+        if self._reuse and not job.sequence.cuttable:
+            self._keep_within(job, end)
         if end == job.known:
             if not self._weighed and job.sequence.cuttable:
                 self._weighed = True
@@ -329,12 +351,44 @@ class Scheduler:
             job.answer.read()
             self._take(job, logits)
 
-    def _keep(self, job: Job, cache: object) -> None:
-        """Let later requests begin with what this one's sequence holds."""
+    def _mark(self, job: Job, start: int, end: int) -> int:
+        """Before tokens [start, end) are read: have states kept within them; where to stop reading."""
         sequence = job.sequence
         assert sequence is not None
+        if not sequence.marks:
+            return job.fork if start < job.fork < end else end
+        for at, spare in places(len(job.request.prompt), job.fork, job.answer.cached).items():
+            with self._wake:
+                wanted = start < at <= end and self._store.lacks(tuple(job.tokens(0, at)))
+            if wanted:
+                sequence.mark(at, spare=spare)
+        return end
+
+    def _keep_within(self, job: Job, end: int) -> None:
+        """Keep the states that were told up to token ``end``."""
+        sequence = job.sequence
+        assert sequence is not None
+        if not sequence.marks and end == job.fork:
+            self._keep(job, sequence.kept)
+        known = places(len(job.request.prompt), job.fork, job.answer.cached)
+        for at, cache in sequence.marked():
+            with self._wake:
+                entry = Entry(tuple(job.tokens(0, at)), cache, cuttable=False)
+                self._store.put(entry, first=known[at])
+                self._store.shrink(self._kv_total - self._needed())
+
+    def _keep(self, job: Job, make: Callable[[], object]) -> None:
+        """Let later requests begin with what this one's sequence holds, unless they can already."""
+        sequence = job.sequence
+        assert sequence is not None
+        tokens = tuple(job.tokens(0, sequence.length))
         with self._wake:
-            self._store.put(Entry(tuple(job.tokens(0, sequence.length)), cache, sequence.cuttable))
+            wanted = self._store.lacks(tokens)
+        cache = make() if wanted else None
+        if cache is None:
+            return
+        with self._wake:
+            self._store.put(Entry(tokens, cache, sequence.cuttable))
             self._store.shrink(self._kv_total - self._needed())
 
     def _advance(self, jobs: list[Job]) -> None:
@@ -363,7 +417,7 @@ class Scheduler:
                 self._send(job, piece)
             if job.answer.reason is not None:
                 if self._reuse and job.sequence is not None and job.sequence.keepable:
-                    self._keep(job, job.sequence.cache)
+                    self._keep(job, job.sequence.given)
                 self._service_s += 0.2 * (clock() - job.began - self._service_s)
                 self._end(job, job.answer.result())
         except Exception as error:

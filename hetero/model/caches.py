@@ -33,13 +33,14 @@ def cuttable(cache: Any) -> bool:
     return type(cache) is DynamicCache and all(type(layer) in _CUTTABLE for layer in cache.layers)
 
 
-def copied(cache: Any, cut: int = 0) -> Any:
-    """A cache that shares no memory with ``cache``, without its last ``cut`` tokens (0 unless cuttable)."""
+def copied(cache: Any, cut: int = 0, clone: bool = True) -> Any:
+    """A cache that shares no memory with ``cache``, without its last ``cut`` tokens (0 unless cuttable).
+    Without ``clone`` it is the same memory, and ``cache`` is not to be used any more."""
     if cut:
         cache = _mapped(cache, lambda tensor: tensor)
         for layer in cache.layers:
             layer.crop(-cut)
-    return _mapped(cache, lambda tensor: tensor.clone())
+    return _mapped(cache, lambda tensor: tensor.clone()) if clone else cache
 
 
 def host_bytes(cache: Any) -> int:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetero.decode.inputs import PAGE, StepInputs
+from hetero.decode.inputs import PAGE, Mark, StepInputs
 
 VOCAB = 97
 
 
-def logits_of(tokens: Sequence[int]) -> Tensor:
-    """float32 [VOCAB] after a sequence; every token and its place counts."""
-    seed = 1
+def seed_of(tokens: Sequence[int], seed: int = 1) -> int:
+    """Every token and its place counts."""
     for token in tokens:
         seed = (seed * 31 + int(token) + 7) % 2**31
-    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
+    return seed
+
+
+def logits_of(tokens: Sequence[int], vocabulary: int = VOCAB) -> Tensor:
+    """float32 [vocabulary] after a sequence."""
+    return torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed_of(tokens)))
 
 
 def greedy(prompt: Sequence[int], count: int) -> list[int]:
@@ -30,15 +34,27 @@ def greedy(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class PagedDecoder:
-    """``fail``: raises that at the next step."""
+    """``fail``: raises that at the next step. ``recurrent``: a slot has a state besides, without which it
+    says nothing."""
 
-    vocabulary = VOCAB
     state_bytes = 0
 
-    def __init__(self, slots: int, context: int, ple: int = 0) -> None:
+    def __init__(
+        self,
+        slots: int,
+        context: int,
+        ple: int = 0,
+        *,
+        recurrent: bool = False,
+        grain: int = 1,
+        vocabulary: int = VOCAB,
+    ) -> None:
+        self.vocabulary = vocabulary
         self.most = -(-context // PAGE)
-        self.slots, self.ple = slots, ple
+        self.slots, self.ple, self.recurrent, self.grain = slots, ple, recurrent, grain
         self.memory = torch.full((slots * self.most, PAGE), -1)
+        self.seeds = torch.zeros(slots, dtype=torch.int64)
+        self.reads: list[int] = []  # tokens of each piece of a prompt
         self.cleared: list[int] = []
         self.steps: list[int] = []  # rows of each
         self.fail: Exception | None = None
@@ -58,7 +74,7 @@ class PagedDecoder:
         if self.fail is not None:
             error, self.fail = self.fail, None
             raise error
-        out = torch.full((len(inputs.tokens), VOCAB), float("nan"))
+        out = torch.full((len(inputs.tokens), self.vocabulary), float("nan"))
         numbers = inputs.tokens.tolist(), inputs.slots.tolist(), inputs.positions.tolist()
         for row, (token, slot, position) in enumerate(zip(*numbers, strict=True)):
             if slot < 0:
@@ -68,11 +84,40 @@ class PagedDecoder:
             out[row] = self._append([token], slot, position, inputs.pages)
         return out
 
-    def prefill(self, tokens: Tensor, slot: int, start: int, pages: Tensor) -> Tensor:
-        return self._append(tokens.tolist(), slot, start, pages)
+    @property
+    def paged(self) -> list[Tensor]:
+        return [self.memory]
+
+    def states(self, slot: int) -> list[Tensor]:
+        return [self.seeds[slot : slot + 1]] if self.recurrent else []
+
+    def prefill(
+        self,
+        tokens: Tensor,
+        slot: int,
+        start: int,
+        pages: Tensor,
+        *,
+        marks: Sequence[Mark] = (),
+        each: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        self.reads.append(len(tokens))
+        if self.fail is not None:
+            error, self.fail = self.fail, None
+            raise error
+        logits = torch.empty(0)
+        for index, token in enumerate(tokens.tolist()):
+            logits = self._append([token], slot, start + index, pages)
+            if each is not None:
+                each(index, logits.unsqueeze(0))
+            for mark in marks:
+                if mark.at == start + index + 1:
+                    mark.save(self.states(slot))
+        return logits
 
     def clear(self, slot: int) -> None:
         self.cleared.append(slot)
+        self.seeds[slot] = 1
 
     def gather(self, tokens: Sequence[Sequence[int]]) -> Tensor | None:
         self.grams = [list(row) for row in tokens]
@@ -84,7 +129,9 @@ class PagedDecoder:
             self.memory[table[place // PAGE], place % PAGE] = token
         end = start + len(tokens)
         held = self.memory[table].flatten()[:end].tolist()
-        return logits_of(held)
+        self.seeds[slot] = seed_of(tokens, int(self.seeds[slot]))
+        assert not self.recurrent or int(self.seeds[slot]) == seed_of(held)
+        return logits_of(held, self.vocabulary)
 
 
 class Counted:

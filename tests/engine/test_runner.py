@@ -79,10 +79,10 @@ class Narrow(PagedDecoder):
 
     room = 10**9
 
-    def prefill(self, tokens: Any, slot: int, start: int, pages: Any) -> torch.Tensor:
+    def prefill(self, tokens: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if len(tokens) > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().prefill(tokens, slot, start, pages)
+        return super().prefill(tokens, *args, **options)
 
 
 def test_chunks_that_do_not_fit_are_halved_and_prompts_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,9 +112,9 @@ def test_the_longest_chunk_is_the_last_of_the_longest_sequence() -> None:
     seen: list[tuple[int, int]] = []
     read = decoder.prefill
 
-    def spy(tokens: Any, slot: int, start: int, pages: Any) -> torch.Tensor:
+    def spy(tokens: Any, slot: int, start: int, pages: Any, **options: Any) -> torch.Tensor:
         seen.append((start, len(tokens)))
-        return read(tokens, slot, start, pages)
+        return read(tokens, slot, start, pages, **options)
 
     decoder.prefill = spy  # type: ignore[method-assign]
     for chunk, pages, want in ((400, None, (624, 400)), (4096, None, (0, 1024)), (400, 40, (240, 400))):
@@ -293,9 +293,9 @@ def test_requests_through_the_scheduler() -> None:
         result = ends[index]
         assert isinstance(result, Result)
         assert list(result.token_ids) == ([] if index == 7 else want)
-    assert runner.pages.free == runner.pages.total
     assert max(decoder_of(runner).steps) <= 4
     engine.close()
+    assert runner.pages.free == runner.pages.total
 
 
 def test_memory_for_keys_and_values_is_the_runners() -> None:

@@ -23,8 +23,8 @@ class Telling(PagedDecoder):
         lap(MIXER)
         return out
 
-    def prefill(self, tokens: Tensor, slot: int, start: int, pages: Tensor) -> Tensor:
-        out = super().prefill(tokens, slot, start, pages)
+    def prefill(self, *args: Any, **options: Any) -> Tensor:
+        out = super().prefill(*args, **options)
         at_layer(0)
         lap(MIXER)
         return out

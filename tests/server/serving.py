@@ -71,12 +71,16 @@ class Served:
 
 @contextmanager
 def serving(
-    tokenizer: Tokenizer | None, eos: frozenset[int] = frozenset(), context: int = CONTEXT, **engine: Any
+    tokenizer: Tokenizer | None,
+    eos: frozenset[int] = frozenset(),
+    context: int = CONTEXT,
+    runner: Any = None,
+    **engine: Any,
 ) -> Iterator[Served]:
     torch.set_num_threads(1)
     model = tiny("qwen3_moe", vocab_size=VOCABULARY, max_position_embeddings=context)
     scheduler = Scheduler(
-        Runnable(model, VOCABULARY, tokenizer, context, eos), **{"prefill_chunk": 64} | engine
+        Runnable(model, VOCABULARY, tokenizer, context, eos, runner=runner), **{"prefill_chunk": 64} | engine
     )
     scheduler.start()
     state = AppState("tiny")

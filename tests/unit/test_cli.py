@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -340,6 +341,10 @@ def test_chat_remembers_resets_and_leaves(folder: Path, monkeypatch: pytest.Monk
     assert "/what: no such command" in result.stderr
     assert "context" in result.stderr
     assert result.stderr.count("tok/s") == 4
+    # What was said is not read again: after "/reset" it is what the first turn has read that counts.
+    read = re.findall(r"s, ([0-9 of]+) tokens read", result.stderr)
+    assert read[0] == str(first)
+    assert all(int(count.split(" of ")[0]) < int(count.split(" of ")[1]) for count in read[1:]), read
 
 
 def test_chat_survives_bytes_that_are_no_text(folder: Path) -> None:

@@ -31,8 +31,8 @@ class Family(Protocol):
         """The stream of embedded tokens [R, H]."""
         ...
 
-    def last(self, stream: Any) -> Any:
-        """After a prefill: the stream of the last token alone."""
+    def rows(self, stream: Any, which: slice) -> Any:
+        """After a prefill: the stream of some tokens alone."""
         ...
 
     def end(self, stream: Any, fmt: Format) -> Rows:

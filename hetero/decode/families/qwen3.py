@@ -35,8 +35,9 @@ class Qwen3Moe:
     def begin(self, x: Tensor) -> PlainStream:
         return PlainStream(x)
 
-    def last(self, stream: PlainStream) -> PlainStream:
-        return PlainStream(stream.residual[-1:], None if stream.added is None else stream.added.last())
+    def rows(self, stream: PlainStream, which: slice) -> PlainStream:
+        added = None if stream.added is None else stream.added.rows(which)
+        return PlainStream(stream.residual[which], added)
 
     def end(self, stream: PlainStream, fmt: Format) -> Rows:
         return self._norm.step(fmt, stream.residual, stream.added).rows

@@ -17,7 +17,6 @@ from hetero.decode.indexer import IndexedAttentionMixer
 from hetero.decode.mixer import Mixer
 from hetero.decode.moe import block_of
 from hetero.decode.ple import Ngrams
-from hetero.decode.stream import Sum
 from hetero.formats import Format
 from hetero.ops.gpu.fused import Rows
 
@@ -52,12 +51,8 @@ class Qwen4Exp:
     def begin(self, x: Tensor) -> HyperStream:
         return HyperStream(x.repeat(1, self._count))
 
-    def last(self, stream: HyperStream) -> HyperStream:
-        added = stream.added
-        if added is not None:
-            added = Sum(*(None if part is None else part[-1:] for part in added))  # type: ignore[arg-type]
-        inject = None if stream.inject is None else stream.inject[-1:]
-        return HyperStream(stream.streams[-1:], added, inject)
+    def rows(self, stream: HyperStream, which: slice) -> HyperStream:
+        return stream.rows(which)
 
     def end(self, stream: HyperStream, fmt: Format) -> Rows:
         return self._mix.step(fmt, stream)[0].rows

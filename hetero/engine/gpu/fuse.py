@@ -109,6 +109,9 @@ class Fusing:
         for one in hybrid:
             one.cache.unlearn()  # what the capture has read
         self._seed(hybrid, counts)
+        told = runner.keeping.told()
+        if told is not None and (options.slots > 1 or not runner.keeping.able):
+            self.say(told)
         if vram is not None:
             vram.hold()
             self.say(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from hetero.decode.inputs import Mark
+
+Each = Callable[[int, Tensor], None]
+"""Is given the logits of a prompt's tokens, rows [n, V] at a time from the token of an index on."""
 
 
 class Counts(Protocol):
@@ -63,8 +68,29 @@ class Decoder(Protocol):
     def step(self, inputs: Any) -> Tensor:
         """Logits float32 [R, V]."""
 
-    def prefill(self, tokens: Tensor, slot: int, start: int, pages: Tensor) -> Tensor:
-        """Logits float32 [V] after ``tokens`` int64 [T], which follow ``start`` tokens of the slot."""
+    @property
+    def paged(self) -> Sequence[Tensor]:
+        """What lies in pages, each [pages, ...]."""
+
+    @property
+    def grain(self) -> int:
+        """Tokens at whose multiples nothing more will be written in pages for those before."""
+
+    def states(self, slot: int) -> Sequence[Tensor]:
+        """Views of what a slot holds outside of pages."""
+
+    def prefill(
+        self,
+        tokens: Tensor,
+        slot: int,
+        start: int,
+        pages: Tensor,
+        *,
+        marks: Sequence[Mark] = (),
+        each: Each | None = None,
+    ) -> Tensor:
+        """Logits float32 [V] after ``tokens`` int64 [T], which follow ``start`` tokens of the slot; ``marks``
+        and ``each``: where states are told, and what takes the logits of all tokens."""
 
     def clear(self, slot: int) -> None:
         """Forget what a slot holds."""

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from hetero.config import settings
 from hetero.core import HeteroError, MachineError
-from hetero.decode.inputs import PAGE
+from hetero.decode.inputs import PAGE, Mark
 from hetero.engine.gpu.graphs import CaptureError, StepGraph, Waiter
 from hetero.engine.gpu.loading import ROWS
 from hetero.engine.gpu.pages import Pages
-from hetero.engine.gpu.parts import Decoder, Experts, Shared
+from hetero.engine.gpu.parts import Decoder, Each, Experts, Shared
+from hetero.engine.gpu.snapshots import Held, Keeping, Kept
 from hetero.engine.gpu.staging import Results, Staging
 from hetero.engine.gpu.traced import CHUNK, Tracing, stamped
 from hetero.engine.handoff import Handoff, Totals
@@ -34,7 +35,7 @@ log = logging.getLogger("hetero.engine")
 LANE = 0
 """Of the hand-off."""
 
-_REMEMBERED = 16
+REMEMBERED = 16
 """Tokens of a sequence that are kept for n-grams."""
 
 _WARM_PROMPT = 40
@@ -94,6 +95,7 @@ class GpuRunner:
         self.eager = eager or not on_gpu
         self.why_eager = "" if not self.eager else "asked for" if on_gpu else "there is no GPU"
         self.pages = Pages(slots, context, self.device, pages)
+        self.keeping = Keeping(decoder, self.pages, self.device, settings().snapshots)
         self._staging = {n: Staging(one, n, self.pages.table) for n, one in inputs.items()}
         self._results = {n: Results(n, self.device) for n in self.rows}
         self._graphs: dict[int, StepGraph] = {}
@@ -142,17 +144,36 @@ class GpuRunner:
         """Tokens that a slot holds."""
         return self._length[slot]
 
-    def prefill(self, slot: int, tokens: Sequence[int]) -> Tensor:
-        """Append tokens; logits float32 [V] on the device after the last. A chunk that takes more memory than
-        there is halves ``chunk``, and an empty slot's prompt begins again. Raises MachineError where that was
-        not empty, or so few tokens are left that it is no use. After an error the slot's contents are worth
-        nothing."""
+    def recent(self, slot: int) -> list[int]:
+        """The last tokens of a slot, as many as are remembered."""
+        return list(self._last[slot])
+
+    def keep(self, slot: int) -> Kept | None:
+        """What a slot holds, for others to begin from; None where there is no memory for it."""
+        with self._on_stream():
+            return self.keeping.now(slot, self.recent(slot))
+
+    def resume(self, slot: int, held: Held, used: int) -> None:
+        """Let a slot hold the first ``used`` tokens of what another holds or left, in place of its own; all
+        of them, unless sequences can be cut. Raises HeteroError where pages are short."""
+        with self._on_stream():
+            self.keeping.resume(slot, held.pages, used, held.state)
+        self._length[slot], self._last[slot] = used, list(held.last)
+
+    def prefill(
+        self, slot: int, tokens: Sequence[int], *, marks: Sequence[Mark] = (), each: Each | None = None
+    ) -> Tensor:
+        """Append tokens; logits float32 [V] on the device after the last. ``marks``, ``each``: as of a
+        decoder, with indices of ``tokens``. A chunk that takes more memory than there is halves ``chunk``,
+        and an empty slot's prompt begins again, for marks and ``each`` too. Raises MachineError where that
+        was not empty, or so few tokens are left that it is no use. After an error the slot's contents are
+        worth nothing."""
         if not tokens:
             raise ValueError("no tokens to append")
         is_new = self._length[slot] == 0
         while True:
             try:
-                return self._append(slot, tokens)
+                return self._append(slot, tokens, marks, each)
             except torch.OutOfMemoryError:
                 tried = min(self.chunk, len(tokens))
                 self.chunk = max(LEAST_CHUNK, tried // 2)
@@ -166,14 +187,14 @@ class GpuRunner:
             torch.cuda.empty_cache()
             self._empty(slot)
 
-    def _append(self, slot: int, tokens: Sequence[int]) -> Tensor:
+    def _append(self, slot: int, tokens: Sequence[int], marks: Sequence[Mark], each: Each | None) -> Tensor:
         logits: Tensor | None = None
         with self._on_stream():
             for first in range(0, len(tokens), self.chunk):
                 part = list(tokens[first : first + self.chunk])
                 self.pages.grow(slot, self._length[slot] + len(part))
-                logits = self._read(slot, part)
-                self._last[slot] = (self._last[slot] + part)[-_REMEMBERED:]
+                logits = self._read(slot, part, marks, each and partial(_later, each, first))
+                self._last[slot] = (self._last[slot] + part)[-REMEMBERED:]
                 self._length[slot] += len(part)
             assert logits is not None
             # The caller reads it on a stream of its own.
@@ -209,7 +230,7 @@ class GpuRunner:
             with self._tracing.step(tape, count):
                 for slot, _ in rows:
                     self.pages.grow(slot, self._length[slot] + 1)
-                last = [[*self._last[slot][1 - _REMEMBERED :], token] for slot, token in rows]
+                last = [[*self._last[slot][1 - REMEMBERED :], token] for slot, token in rows]
                 if staging.ple is not None:
                     gathered = self.decoder.gather(last)
                     assert gathered is not None
@@ -222,13 +243,17 @@ class GpuRunner:
             self._last[slot] = tokens
         return StepOut(ids, best, out[:count] if logits else None)
 
-    def _read(self, slot: int, part: list[int]) -> Tensor:
+    def _read(
+        self, slot: int, part: list[int], marks: Sequence[Mark] = (), each: Each | None = None
+    ) -> Tensor:
         """Logits after one chunk of a prompt."""
+        start = self._length[slot]
+        within = [mark for mark in marks if start < mark.at <= start + len(part)]
         tape = self._tracing.tape(CHUNK)
         with self._tracing.step(tape, len(part)):
             with nullcontext() if tape is None else tape.recording(), stamped(tape):
                 ids = torch.tensor(part, dtype=torch.int64).to(self.device)
-                logits = self.decoder.prefill(ids, slot, self._length[slot], self.pages.table)
+                logits = self.decoder.prefill(ids, slot, start, self.pages.table, marks=within, each=each)
             if recorder.active:
                 self._wait(0)
         return logits
@@ -381,3 +406,7 @@ class GpuRunner:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
                 yield
+
+
+def _later(each: Each, first: int, index: int, rows: Tensor) -> None:
+    each(first + index, rows)
