@@ -160,8 +160,11 @@ class Format:
         return kind.bits + shared + 16 * kind.super_scales / SUPER_GROUP
 
 
-GPU_FORMATS = ("bf16", "int8", "int4")
+GPU_FORMATS = tuple(name for name in _KINDS if name != "f32")
 """Names of the formats that the kernels for experts on a GPU read."""
+
+GPU_LINEAR_FORMATS = ("bf16", "int8", "int4")
+"""Names of the formats that the kernels for linear layers on a GPU read."""
 
 
 def valid_formats() -> list[str]:

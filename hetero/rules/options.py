@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero.config import MAX_THREADS
 from hetero.core import InputError
-from hetero.formats import GPU_FORMATS, Format, parse_format, parse_target
+from hetero.formats import GPU_FORMATS, GPU_LINEAR_FORMATS, Format, parse_format, parse_target
 from hetero.hw.memory import parse_bytes
 from hetero.hw.placement import NUMA_WORDS, parse_numa
 from hetero.rules.devices import check_device
@@ -184,11 +184,11 @@ def _expert_device(experts: Value, replace: Replace, devices: Sequence[str]) -> 
             value = experts.data.get(key)
             if value is not None and value.data not in ("native", "auto", TIERS[0]):
                 value.where.fail(f"experts: '{key}' is about the CPU, and these experts are on '{device}'")
-        _gpu_format(experts.data.get("format"), device, "experts")
+        _gpu_format(experts.data.get("format"), device, "experts", GPU_FORMATS)
     return device
 
 
-def _gpu_format(value: Value | None, device: str, what: str) -> None:
+def _gpu_format(value: Value | None, device: str, what: str, names: Sequence[str]) -> None:
     """Kernels on a GPU read some formats only."""
     if value is None:
         return
@@ -198,8 +198,8 @@ def _gpu_format(value: Value | None, device: str, what: str) -> None:
         value.where.fail(f"{what}: {error}")
     if parsed is None:
         value.where.fail(f"{what} on '{device}' cannot keep a checkpoint's values; write a format")
-    if parsed.name not in GPU_FORMATS:
-        valid = listed(GPU_FORMATS)
+    if parsed.name not in names:
+        valid = listed([name for name in names if not Format(name).kept_only])
         value.where.fail(f"{what} on '{device}': no kernels for {parsed}; it is one of {valid}")
 
 
@@ -213,7 +213,7 @@ def _linear_format(kwargs: Value, replace: Replace, devices: Sequence[str], op: 
         device = check_device(replace.device, replace.where, devices)
         if device == "cpu":
             replace.where.fail(f"{op} runs on a GPU: write 'device: cuda:0', or 'op: keep' for the CPU")
-        _gpu_format(value, device, "linear layers")
+        _gpu_format(value, device, "linear layers", GPU_LINEAR_FORMATS)
     mistakes.tell()
     return None if value is None else str(value.data)
 

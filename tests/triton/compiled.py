@@ -23,7 +23,7 @@ from hetero.cpu import CpuExperts
 from hetero.decode.decoder import Decoder
 from hetero.decode.experts import Done
 from hetero.decode.matrix import decoded
-from hetero.formats import parse_format
+from hetero.formats import GPU_FORMATS, parse_format
 from hetero.model.build import find_moe
 from hetero.ops.gpu import hybrid_kernels, overlap
 from hetero.ops.gpu.ahead import fetch_ahead
@@ -144,6 +144,22 @@ def all_tiers() -> None:
     decoded(PackedMatrix(packed, parse_format("int8"), 64, 64), 0, 64)
 
 
+def formats() -> None:
+    """Experts in every format, of which gate and up lie before down in another one."""
+    spec = ExpertSpec(8, 1024, 640, 2)
+    x, weights = (torch.empty(20, wide, device="meta") for wide in (1024, 2))
+    base, numbers = torch.empty(0, dtype=torch.uint8, device="meta"), x.new_empty(40, dtype=torch.int32)
+    pairs = Sorted(numbers, numbers, numbers.view(-1, 2), numbers.long())
+    for up, down in zip(GPU_FORMATS, (*GPU_FORMATS[5:], *GPU_FORMATS[:5]), strict=True):
+        made = ExpertLaunch(spec, parse_format(up), torch.device("meta"), parse_format(down))
+        rows = made.rows(x[:1].bfloat16())
+        made.few(base, rows, numbers[:2].long().view(1, 2), weights[:1])
+        made.many(
+            base, x.bfloat16(), weights, pairs, rows=(0, 40), tiles=(0, 20), out=torch.empty_like(x),
+            room=made.rooms(40), shape=TILINGS[0], first=True,
+        )  # fmt: skip
+
+
 def families() -> None:
     """Whole steps, and prompts where nothing of them is read by the host."""
     without_ngrams = {"ple_layer_ids": []}
@@ -184,6 +200,7 @@ def main() -> None:
     at, weights = (torch.empty(1, 10, dtype=d, device="meta") for d in (torch.int64, torch.float32))
     made.few(torch.empty(1, dtype=torch.uint8, device="meta"), rows, at, weights, at)
     all_tiers()
+    formats()
     families()
     names = sorted({name.split()[0] for name in done})
     sys.stdout.write(f"{triton.__version__} {len(done)} {' '.join(names)}\n")

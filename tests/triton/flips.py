@@ -39,11 +39,11 @@ def beyond(
 
 def borders(experts: CpuExperts, weights: Weights, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
     """float64 [T, hidden]: what values on borders may add. ``weights``: of ``decoded``."""
-    spec, rows = experts.spec, x.double()
+    spec = experts.spec
     out = torch.zeros(len(x), spec.hidden, dtype=torch.float64)
-    if not experts.format.quantised:
+    if not experts.down_format.rounds_activations:
         return out
-    rows = quantised_rows(x)
+    rows = quantised_rows(x) if experts.format.rounds_activations else x.double()
     for e in set(ids.flatten().tolist()) & set(range(spec.num_experts)):
         token, slot = (ids == e).nonzero(as_tuple=True)
         parts = ["gate", "up"] if spec.has_gate else ["up"]

@@ -139,8 +139,10 @@ def test_tiles_hold_every_pair_once(generator: torch.Generator) -> None:
 
 def test_refusals() -> None:
     spec = SPECS["gate"]
-    with pytest.raises(InputError, match="format fp8 is not read there; valid: bf16, int8, int4"):
-        GpuExperts(spec, parse_format("fp8"), DEVICE)
+    with pytest.raises(InputError, match="format f32 is not read there; valid: bf16, int8, int4"):
+        GpuExperts(spec, parse_format("f32"), DEVICE)
+    with pytest.raises(InputError, match="format q2_k blocks is not read there"):
+        GpuExperts(spec, parse_format("int4"), DEVICE, parse_format("q2_k blocks"))
     experts = GpuExperts(spec, parse_format("int8"), DEVICE)
     assert len(experts.missing()) == 3 * spec.num_experts
     experts.put(0, "up", torch.zeros(32, 128))

@@ -32,7 +32,10 @@ ROWS = 4
 def make(
     spec: ExpertSpec, fmt: str, slots: int, share: float, generator: torch.Generator, *, early: bool = True
 ) -> HybridExperts:
-    experts = fill(CpuExperts(spec, parse_format(fmt)), random_weights(spec, generator))
+    """``fmt``: of gate and up, with another one of down after a stroke."""
+    up, _, down = fmt.partition("/")
+    experts = CpuExperts(spec, parse_format(up), parse_format(down or up))
+    fill(experts, random_weights(spec, generator))
     shared = HybridShared(DEVICE, share=share, early=early, soon=early)
     port = DirectPort([experts], ROWS, DEVICE)
     return HybridExperts(experts, 0, port, shared, slots=slots, arena=PinnedArena(experts, DEVICE))
@@ -81,9 +84,12 @@ def test_steps_equal_the_cpu(slots: int, share: float, early: bool, generator: t
         assert (counts.cpu if share else counts.pcie) == 0
 
 
-@pytest.mark.parametrize(("spec", "fmt"), [(ODD, "int8"), (ODD, "bf16"), (BIAS, "int4 g64")])
+@pytest.mark.parametrize(
+    ("spec", "fmt"),
+    [(ODD, "int8"), (ODD, "bf16"), (BIAS, "int4 g64"), (BIAS, "mxfp4"), (ODD, "fp8/q6_k")],
+)
 def test_other_shapes_and_formats(spec: ExpertSpec, fmt: str, generator: torch.Generator) -> None:
-    early = fmt == "int8"
+    early = fmt in ("int8", "fp8/q6_k")
     hybrid = make(spec, fmt, 8, 0.6, generator, early=early)
     x, _, weights = inputs(spec, 1, generator)
     absent = torch.tensor([[7, 8]])
@@ -234,15 +240,15 @@ def test_refusals(generator: torch.Generator) -> None:
         hybrid.submit(x.float(), ids, weights)
     with pytest.raises(ValueError, match=r"a step of torch.bfloat16 \[2, 31\]"):
         hybrid.submit(x[:, 1:], ids, weights)
-    experts = CpuExperts(SPEC, parse_format("mxfp4"))
+    experts = CpuExperts(SPEC, parse_format("f32"))
     port, shared = DirectPort([experts], ROWS, DEVICE), HybridShared(DEVICE)
-    with pytest.raises(InputError, match="format mxfp4 is not read there; valid: bf16, int8, int4"):
+    with pytest.raises(InputError, match="format f32 is not read there; valid: bf16, int8, int4"):
         HybridExperts(experts, 0, port, shared, arena=PinnedArena(experts, DEVICE))
     with pytest.raises(ValueError, match="slots without memory"):
         HybridExperts(experts, 0, port, shared, slots=1)
-    mixed = CpuExperts(SPEC, parse_format("int4"), parse_format("int8"))
-    with pytest.raises(InputError, match="down is in int8 g32, gate and up in int4 g32"):
-        HybridExperts(mixed, 0, port, shared, arena=PinnedArena(mixed, DEVICE))
+    blocks = CpuExperts(ExpertSpec(2, 256, 256, 1), parse_format("int4"), parse_format("q2_k blocks"))
+    with pytest.raises(InputError, match="format q2_k blocks is not read there"):
+        HybridExperts(blocks, 0, port, shared, arena=PinnedArena(blocks, DEVICE))
 
 
 def test_arenas_show_the_experts(generator: torch.Generator) -> None:

@@ -19,7 +19,6 @@ from hetero.ops.gpu.hybrid_prefill import _batches, _runs
 from hetero.ops.gpu.hybrid_shared import HybridShared
 from hetero.ops.gpu.pinned import pin_all
 from hetero.ops.gpu.tiers import Rates, split_chunk
-from hetero.quant.pack import dequantise, quantise
 from tests.cpu.reference import fill, random_weights
 from tests.triton.flips import EXACT, borders, decoded, excess
 
@@ -31,7 +30,6 @@ pytestmark = [
 ]
 SPEC = ExpertSpec(16, 512, 256, 4) if CUDA else ExpertSpec(8, 32, 16, 2)
 TOKENS = 300 if CUDA else 20
-FORMAT = parse_format("int4")
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -39,14 +37,14 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def layers(
-    count: int, slots: int, generator: torch.Generator
+    count: int, slots: int, generator: torch.Generator, up: str = "int4", down: str = "int4"
 ) -> tuple[list[HybridExperts], list[CpuExperts]]:
     """Layers over all tiers, staging two experts at a time, and the same ones in f32 on the CPU."""
     packed, exact = [], []
     for _ in range(count):
-        weights = random_weights(SPEC, generator)
-        packed.append(fill(CpuExperts(SPEC, FORMAT), weights))
-        seen = {at: dequantise(FORMAT, quantise(FORMAT, w), *w.shape) for at, w in weights.items()}
+        experts = CpuExperts(SPEC, parse_format(up), parse_format(down))
+        packed.append(fill(experts, random_weights(SPEC, generator)))
+        seen = {at: weight.float() for at, weight in decoded(experts).items()}
         exact.append(fill(CpuExperts(SPEC, parse_format("f32")), seen))
     arenas = pin_all(packed, DEVICE)
     shared = HybridShared(DEVICE, piece=2 * arenas[0].view.shape[1])
@@ -96,6 +94,14 @@ def test_strategies_agree(slots: int, strategy: Any, generator: torch.Generator)
         if number == 0:  # of the second layer most may have been sent ahead
             assert (record.cpu > 0) == (strategy in ("cpu", "split"))
     assert hybrids[0].shared.nbytes >= prefiller._staging.numel() > 0
+
+
+def test_formats_of_gate_and_down_may_differ(generator: torch.Generator) -> None:
+    (hybrid,), (reference,) = layers(1, 3, generator, "q4_k", "fp8")
+    hybrid.shared.prefiller.strategy = "split"
+    x, ids, weights = chunk(generator)
+    got = hybrid.prefill(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+    assert relative(got, reference.forward(x, ids, weights)) < 2e-2
 
 
 def test_few_tokens_are_computed_as_steps_are(generator: torch.Generator) -> None:

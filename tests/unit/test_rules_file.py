@@ -191,8 +191,9 @@ MISTAKES = {
     ),
     "experts on a GPU, format of the CPU": (
         "experts: {format: int4}",
-        "device: cuda:0, experts: {device: cuda:0, format: mxfp4}",
-        "4: rule 1 'experts': experts on 'cuda:0': no kernels for mxfp4; it is one of bf16, int8, int4",
+        "device: cuda:0, experts: {device: cuda:0, format: f32}",
+        "4: rule 1 'experts': experts on 'cuda:0': no kernels for f32; it is one of bf16, int8, int4, int4a, "
+        "fp8, mxfp4, nvfp4",
     ),
     "experts on a GPU, options of the CPU": (
         "experts: {format: int4}",

@@ -193,7 +193,7 @@ class Fusing:
         than the CPU."""
         try:
             for one in self.experts:
-                check_formats(one, self.device)
+                check_format(one.spec, one.format, self.device, one.down_format)
             return pin_all(self.experts, self.device)
         except InputError as error:
             if any(site.share or site.cache.of(1 << 40) for site in self.sites):
@@ -222,13 +222,6 @@ def _one_of(values: Sequence[T], key: str) -> T:
         words = ", ".join(sorted("auto" if one is None else f"{one:g}" for one in set(values)))
         raise InputError(f"experts: '{key}' is one for all layers, and the rules say {words}")
     return values[0]
-
-
-def check_formats(experts: CpuExperts, device: torch.device) -> None:
-    """Raises InputError for experts that a GPU's kernels cannot compute."""
-    check_format(experts.spec, experts.format, device)
-    if experts.down_format != experts.format:
-        raise InputError(f"experts in {experts.format}, down in {experts.down_format}: GPUs read one format")
 
 
 def fuse(

@@ -14,15 +14,25 @@ import triton
 import triton.language as tl
 
 from hetero.ops.gpu.ahead_kernels import ask, ask_each
+from hetero.ops.gpu.code_kernels import (
+    ONES,
+    ROWS,
+    UNIT,
+    dot4,
+    e4m3_unit,
+    fetched,
+    four_e4m3,
+    fp8_scale,
+    weighed,
+)
+from hetero.ops.gpu.coding_kernels import is_fp8, takes_values, unit_of
 from hetero.ops.gpu.overlap_kernels import await_last, let_next
 
 ACT_GROUP = tl.constexpr(32)
-ROWS = tl.constexpr(16)
 # Below it a group of activations counts as zeros, as in the extension.
 TINY = tl.constexpr(2.0**-100)
 # Added and taken away again, it rounds a float32 below 2^22 to the nearest integer, ties to even.
 ROUNDER = tl.constexpr(12582912.0)
-ONES = tl.constexpr(0x01010101)
 LOW_NIBBLES = tl.constexpr(0x0F0F0F0F)
 
 BF16, INT8, INT4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -64,19 +74,6 @@ def quantise_rows(x, q, scale, k, k_pad, stride, GROUPS: tl.constexpr, PDL: tl.c
 
 
 @triton.jit
-def _dot4(unsigned, signed, ASM: tl.constexpr):
-    """Sum of four products of a word's unsigned bytes and another's signed ones."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "dp4a.u32.s32 $0, $1, $2, 0;", "=r,r,r", [unsigned, signed], dtype=tl.int32, is_pure=True, pack=1
-        )
-    total = (unsigned & 255) * ((signed << 24) >> 24)
-    for byte in tl.static_range(1, 4):
-        total += ((unsigned >> (8 * byte)) & 255) * ((signed << (24 - 8 * byte)) >> 24)
-    return total
-
-
-@triton.jit
 def _at(base, address):
     """A pointer to bytes from an address that is a multiple of 64. Of a pointer that is made of a number the
     compiler would not know that, and would load 4 bytes at a time."""
@@ -91,42 +88,60 @@ def step_dot(word, codes, step, here, FORMAT: tl.constexpr, ASM: tl.constexpr):
         low = tl.load(codes + 2 * step, here, 0)
         high = tl.load(codes + 2 * step + 1, here, 0)
         ones = tl.full(low.shape, ONES, tl.int32)
-        zero = 8 * (_dot4(ones, low, ASM) + _dot4(ones, high, ASM))
-        dot = _dot4(word & LOW_NIBBLES, low, ASM) + _dot4((word >> 4) & LOW_NIBBLES, high, ASM) - zero
+        zero = 8 * (dot4(ones, low, 0, ASM) + dot4(ones, high, 0, ASM))
+        dot = dot4(word & LOW_NIBBLES, low, 0, ASM) + dot4((word >> 4) & LOW_NIBBLES, high, 0, ASM) - zero
     else:
         code = tl.load(codes + step, here, 0)
-        dot = _dot4(word, code, ASM) - 128 * _dot4(tl.full(code.shape, ONES, tl.int32), code, ASM)
+        dot = dot4(word, code, 0, ASM) - 128 * dot4(tl.full(code.shape, ONES, tl.int32), code, 0, ASM)
     return dot
 
 
 @triton.jit
-def _weighed(word, scale, q, qs, step, here, FORMAT: tl.constexpr, ASM: tl.constexpr):
-    """Float32 [STEPS, 16]: the products of some steps, by what ``_fetched`` gave of them, and a row, which
+def _weighed(parts, q, qs, unit, here, FORMAT: tl.constexpr, ASM: tl.constexpr):
+    """Float32 [UNITS, 16]: the products of some units, by what ``_fetched`` gave of them, and a row, which
     begins at ``q`` and ``qs``."""
-    per_step: tl.constexpr = 8 if FORMAT == INT4 else 4 if FORMAT == INT8 else 2
     if FORMAT == BF16:
+        word = parts[0]
         even = (word << 16).to(tl.float32, bitcast=True)
         odd = (word & -65536).to(tl.float32, bitcast=True)
-        y = even * tl.load(q + 2 * step, here, 0.0).to(tl.float32)
-        y += odd * tl.load(q + 2 * step + 1, here, 0.0).to(tl.float32)
+        y = even * tl.load(q + 2 * unit, here, 0.0).to(tl.float32)
+        y += odd * tl.load(q + 2 * unit + 1, here, 0.0).to(tl.float32)
+    elif is_fp8(FORMAT):
+        word, scale = parts
+        numbers = four_e4m3(word, ASM)
+        y = tl.zeros(word.shape, tl.float32)
+        pairs = q.to(tl.pointer_type(tl.int64)) + 2 * unit
+        for i in tl.static_range(2):
+            pair = tl.load(pairs + i, here, 0)
+            y += numbers[2 * i] * pair.to(tl.int32).to(tl.float32, bitcast=True)
+            y += numbers[2 * i + 1] * (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        y = y * (scale * e4m3_unit(ASM))
+    elif unit_of(FORMAT) != UNIT:
+        word, scale = parts
+        act_scale = tl.load(qs + unit * unit_of(FORMAT) // ACT_GROUP, here, 0.0)
+        y = step_dot(word, q, unit, here, FORMAT, ASM).to(tl.float32) * (scale.to(tl.float32) * act_scale)
     else:
-        act_scale = tl.load(qs + step * per_step // ACT_GROUP, here, 0.0)
-        y = step_dot(word, q, step, here, FORMAT, ASM).to(tl.float32) * (scale.to(tl.float32) * act_scale)
+        y = weighed(parts, q, qs, unit, here, FORMAT, ASM)
     return y
 
 
 @triton.jit
-def _fetched(block, step, here, GROUP: tl.constexpr, SCALES_AT: tl.constexpr, FORMAT: tl.constexpr):
-    """(words, scales) [STEPS, 16] of some steps of the block that begins at ``block``."""
-    per_step: tl.constexpr = 8 if FORMAT == INT4 else 4 if FORMAT == INT8 else 2
+def _fetched(
+    block, unit, here, K: tl.constexpr, GROUP: tl.constexpr, SCALES_AT: tl.constexpr, FORMAT: tl.constexpr
+):  # fmt: skip
+    """A tuple of what stands in some units of the block that begins at ``block``: tiles [UNITS, 16]."""
     row = tl.arange(0, ROWS)[None, :]
-    word = tl.load(block.to(tl.pointer_type(tl.int32)) + step * ROWS + row, here, 0)
-    if FORMAT == BF16:
-        scale = word
+    if unit_of(FORMAT) == UNIT:
+        parts = fetched(block, unit, here, K, GROUP, SCALES_AT, FORMAT)
     else:
-        halves = (block + SCALES_AT).to(tl.pointer_type(tl.float16))
-        scale = tl.load(halves + step * per_step // GROUP * ROWS + row, here, 0.0)
-    return word, scale
+        parts = (tl.load(block.to(tl.pointer_type(tl.int32)) + unit * ROWS + row, here, 0),)
+        if is_fp8(FORMAT):
+            parts = parts + (fp8_scale(block, unit, here, GROUP, SCALES_AT, FORMAT),)
+        elif FORMAT != BF16:
+            halves = (block + SCALES_AT).to(tl.pointer_type(tl.float16))
+            scale = tl.load(halves + unit * unit_of(FORMAT) // GROUP * ROWS + row, here, 0.0)
+            parts = parts + (scale,)
+    return parts
 
 
 @triton.jit
@@ -137,23 +152,21 @@ def _block_dot(
 ):  # fmt: skip
     """Float32 [16]: the products of one row of activations and a packed block, whose first byte is ``block``.
 
-    ``q``: the row as words of 4 codes (bf16: as values); ``qs``: its scales. TILES of STEPS of the block are
-    on their way at once.
+    ``q``: the row as words of 4 codes (bf16, fp8: as values); ``qs``: its scales. TILES of STEPS of the block
+    are on their way at once; a step has the inputs of a unit of the format.
     """
-    per_step: tl.constexpr = 8 if FORMAT == INT4 else 4 if FORMAT == INT8 else 2
-    steps: tl.constexpr = K // per_step
+    steps: tl.constexpr = K // unit_of(FORMAT)
     total = tl.zeros((STEPS, ROWS), tl.float32)
     for begin in range(0, steps, STEPS * TILES):
-        words, scales = (), ()
+        parts = ()
         for tile in tl.static_range(TILES):
             step = (begin + tile * STEPS + tl.arange(0, STEPS))[:, None]
-            word, scale = _fetched(block, step, step < steps, GROUP, SCALES_AT, FORMAT)
-            words, scales = words + (word,), scales + (scale,)
+            parts = parts + (_fetched(block, step, step < steps, K, GROUP, SCALES_AT, FORMAT),)
         # Loads are not put off beyond it.
         tl.debug_barrier()
         for tile in tl.static_range(TILES):
             step = (begin + tile * STEPS + tl.arange(0, STEPS))[:, None]
-            total += _weighed(words[tile], scales[tile], q, qs, step, step < steps, FORMAT, ASM)
+            total += _weighed(parts[tile], q, qs, step, step < steps, FORMAT, ASM)
     return tl.sum(total, 0)
 
 
@@ -200,7 +213,7 @@ def gate_up(
     expert = tl.load(addresses + pair)
     if expert != 0:
         token = pair // slots
-        x = q + token * (K if FORMAT == BF16 else K // 4)
+        x = q + token * (K if takes_values(FORMAT) else K // 4)
         xs = qs + token * (K // ACT_GROUP)
         mats: tl.constexpr = 2 if HAS_GATE else 1
         first = _at(base, expert + block.to(tl.int64) * (mats * BLOCK_BYTES))
@@ -240,8 +253,7 @@ def down(
     # Its weights may have come in the last kernels.
     await_last(PDL)
     block, token = tl.program_id(0), tl.program_id(1)
-    per_step: tl.constexpr = 8 if FORMAT == INT4 else 4 if FORMAT == INT8 else 2
-    steps: tl.constexpr = K // per_step
+    steps: tl.constexpr = K // unit_of(FORMAT)
     pair = token * slots
     offset = BEGIN + block.to(tl.int64) * BLOCK_BYTES
     if NEAR and ASM:  # what later rounds read comes nearer
@@ -250,15 +262,14 @@ def down(
         ask_each(all_experts + offset, tl.where(all_experts != 0, BLOCK_BYTES, 0))
     total = tl.zeros((STEPS, ROWS), tl.float32)
     for begin in range(0, slots * steps, STEPS * TILES):
-        words, scales = (), ()
+        parts = ()
         for tile in tl.static_range(TILES):
             place = begin + tile * STEPS + tl.arange(0, STEPS)
             expert = tl.load(addresses + pair + place // steps, place < slots * steps, 0)
             step, here = (place % steps)[:, None], (expert != 0)[:, None]
             from_base = tl.where(expert != 0, expert + offset - base.to(tl.int64), 0)
             start = base + tl.multiple_of(from_base, 64)[:, None]
-            word, scale = _fetched(start, step, here, GROUP, SCALES_AT, FORMAT)
-            words, scales = words + (word,), scales + (scale,)
+            parts = parts + (_fetched(start, step, here, K, GROUP, SCALES_AT, FORMAT),)
         # Loads are not put off beyond it.
         tl.debug_barrier()
         for tile in tl.static_range(TILES):
@@ -268,9 +279,7 @@ def down(
             weight = tl.load(weights + pair + slot, expert != 0, 0.0)
             # The rows of pairs stand one behind the other as well.
             step = (pair * steps + place)[:, None]
-            total += weight[:, None] * _weighed(
-                words[tile], scales[tile], q, qs, step, (expert != 0)[:, None], FORMAT, ASM
-            )
+            total += weight[:, None] * _weighed(parts[tile], q, qs, step, (expert != 0)[:, None], FORMAT, ASM)
     y = tl.sum(total, 0)
     rows = block * ROWS + tl.arange(0, ROWS)
     here = rows < N

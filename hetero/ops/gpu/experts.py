@@ -29,12 +29,19 @@ class GpuExperts:
     do not read, MachineError where the device has too little memory.
     """
 
-    def __init__(self, spec: ExpertSpec, fmt: Format, device: str | torch.device) -> None:
-        check_format(spec, fmt, device)
+    def __init__(
+        self,
+        spec: ExpertSpec,
+        fmt: Format,
+        device: str | torch.device,
+        down_format: Format | None = None,
+    ) -> None:
+        check_format(spec, fmt, device, down_format)
         self.spec, self.format, self.device = spec, fmt, torch.device(device)
+        self.down_format = down_format or fmt
         # The CPU's packer fills one expert at a time; those whose parts have not all arrived wait here.
         self._packers: dict[int, CpuExperts] = {}
-        self._free = [CpuExperts(replace(spec, num_experts=1), fmt)]
+        self._free = [self._packer()]
         self._stride = self._free[0].whole_bytes
         self._done: set[int] = set()
         try:
@@ -44,24 +51,48 @@ class GpuExperts:
             what = f"{spec.num_experts} experts of {spec.hidden} x {spec.intermediate} in {fmt}"
             needed = gib(spec.num_experts * self._stride)
             raise MachineError(f"{what} need {needed} on {device}, {gib(free)} is free") from None
-        self._launch = ExpertLaunch(spec, fmt, self.device)
+        self._launch = ExpertLaunch(spec, fmt, self.device, self.down_format)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed experts."""
         return self._memory.numel()
 
+    def format_of(self, part: Any) -> Format:
+        """The format of a part; a bias is float32."""
+        if part.endswith("_bias"):
+            return Format("f32")
+        return self.down_format if part == "down" else self.format
+
     def put(self, expert: int, part: Any, tensor: Tensor) -> None:
         """Pack a part of an expert, as ``CpuExperts.put`` does; a whole expert moves to the device."""
+        self._packer_of(expert, part).put(0, part, tensor)
+        self._move(expert)
+
+    def put_codes(self, expert: int, part: Any, codes: Tensor, scales: Tensor, extra: Tensor | None) -> None:
+        """The same of values that are quantised already, as ``CpuExperts.put_codes``."""
+        self._packer_of(expert, part).put_codes(0, part, codes, scales, extra)
+        self._move(expert)
+
+    def put_ggml(self, expert: int, part: Any, type_name: str, data: Any) -> None:
+        """The same of the blocks of a GGUF file, as ``CpuExperts.put_ggml``."""
+        self._packer_of(expert, part).put_ggml(0, part, type_name, data)
+        self._move(expert)
+
+    def _packer(self) -> CpuExperts:
+        return CpuExperts(replace(self.spec, num_experts=1), self.format, self.down_format)
+
+    def _packer_of(self, expert: int, part: Any) -> CpuExperts:
         if not 0 <= expert < self.spec.num_experts:
             raise InputError(f"expert {expert} {part}: there are {self.spec.num_experts} experts")
         if expert in self._done:
             raise InputError(f"expert {expert} {part}: given twice")
         if expert not in self._packers:
-            one = replace(self.spec, num_experts=1)
-            self._packers[expert] = self._free.pop() if self._free else CpuExperts(one, self.format)
+            self._packers[expert] = self._free.pop() if self._free else self._packer()
+        return self._packers[expert]
+
+    def _move(self, expert: int) -> None:
         packer = self._packers[expert]
-        packer.put(0, part, tensor)
         if packer.complete(0):
             host = torch.empty(self._stride, dtype=torch.uint8)
             packer.save(0, host.numpy().data)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hetero.ops.gpu.expert_kernels import BF16, INT4, ROWS, _act, _at, combined
+from hetero.ops.gpu.code_kernels import decoded
+from hetero.ops.gpu.expert_kernels import BF16, INT4, INT8, ROWS, _act, _at, combined
 
 # Numbers that differ from launch to launch: a kernel is not compiled anew for those that divide by 16.
 _RUNNING = ("from_", "to", "tile_from")
@@ -29,7 +30,7 @@ def _to_bf16(value, TWIN: tl.constexpr):
     """Rounds to nearest, ties to even."""
     if TWIN:
         bits = value.to(tl.int32, bitcast=True)
-        value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        value = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     return value.to(tl.bfloat16)
 
 
@@ -47,15 +48,20 @@ def _decoded(
     row = column % ROWS
     here = (k < K) & (column // ROWS < blocks)
     if FORMAT == BF16:
-        value = (block + start + k // 2 * 64 + row * 4 + k % 2 * 2).to(tl.pointer_type(tl.bfloat16))
-        return tl.load(value, here, 0.0)
-    if FORMAT == INT4:
-        byte = tl.load(block + start + k // 8 * 64 + row * 4 + k % 4, here, 0).to(tl.int32) & 255
-        code = ((byte >> (k % 8 // 4 * 4)) & 15) - 8
+        at = (block + start + k // 2 * 64 + row * 4 + k % 2 * 2).to(tl.pointer_type(tl.bfloat16))
+        value = tl.load(at, here, 0.0)
+    elif FORMAT != INT8 and FORMAT != INT4:  # noqa: PLR1714
+        value = _to_bf16(decoded(block + start, k, row, here, K, GROUP, SCALES_AT, FORMAT), TWIN)
     else:
-        code = (tl.load(block + start + k // 4 * 64 + row * 4 + k % 4, here, 0).to(tl.int32) & 255) - 128
-    half = (block + start + SCALES_AT + (k // GROUP * ROWS + row) * 2).to(tl.pointer_type(tl.float16))
-    return _to_bf16(code.to(tl.float32) * tl.load(half, here, 0.0).to(tl.float32), TWIN)
+        if FORMAT == INT4:
+            byte = tl.load(block + start + k // 8 * 64 + row * 4 + k % 4, here, 0).to(tl.int32) & 255
+            code = ((byte >> (k % 8 // 4 * 4)) & 15) - 8
+        else:
+            code = tl.load(block + start + k // 4 * 64 + row * 4 + k % 4, here, 0).to(tl.int32) & 255
+            code -= 128
+        half = (block + start + SCALES_AT + (k // GROUP * ROWS + row) * 2).to(tl.pointer_type(tl.float16))
+        value = _to_bf16(code.to(tl.float32) * tl.load(half, here, 0.0).to(tl.float32), TWIN)
+    return value
 
 
 @triton.jit(do_not_specialize=_RUNNING)

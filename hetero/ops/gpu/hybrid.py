@@ -12,7 +12,6 @@ import torch
 import triton
 from torch import Tensor
 
-from hetero.core import InputError
 from hetero.cpu import CpuExperts
 from hetero.ops.gpu import hybrid_kernels, stamps
 from hetero.ops.gpu.cache import RESERVE, ExpertCache
@@ -161,13 +160,8 @@ class HybridExperts:
         self._pending: deque[_Step] = deque()
         self.launch: ExpertLaunch | None = None
         if arena is not None:
-            if experts.down_format != experts.format:
-                raise InputError(
-                    f"experts on {self.device}: down is in {experts.down_format}, gate and up in "
-                    f"{experts.format}; a GPU reads experts of one format"
-                )
-            check_format(spec, experts.format, self.device)
-            self.launch = ExpertLaunch(spec, experts.format, self.device)
+            check_format(spec, experts.format, self.device, experts.down_format)
+            self.launch = ExpertLaunch(spec, experts.format, self.device, experts.down_format)
         elif slots:
             raise ValueError("slots without memory that the GPU can read")
         empty = spec.num_experts, 0
@@ -218,7 +212,7 @@ class HybridExperts:
         stays = cache.reserve > 0 and cache.moves > 0 and not self._pending
         stays = stays and (staged > 0 or not spec.has_bias)
         wide = launch.up["K"] if launch else spec.hidden
-        coded = launch is not None and launch.format.quantised
+        coded = launch is not None and launch.format.rounds_activations
         q = torch.empty(rows, wide, dtype=torch.int8 if coded else torch.float32, device=self.device)
         scales = torch.empty(rows, -(-wide // 32), dtype=torch.float32, device=self.device) if coded else q
         chunks = -(-wide // (32 * _GROUPS))

@@ -11,9 +11,10 @@ from torch import Tensor
 from hetero.core import ActKind, ExpertSpec, InputError
 from hetero.formats import BLOCK_ROWS, GPU_FORMATS, Format, block_bytes
 from hetero.ops.gpu import expert_kernels, grouped_kernels, hybrid_kernels
+from hetero.ops.gpu.codings import CODINGS, UNIT
 from hetero.ops.gpu.overlap import overlap
-from hetero.ops.gpu.packed import matrix_sizes, quantised_rows
-from hetero.ops.gpu.tuning import STEPS_OF_WARP, Cut, cut_down, cut_up
+from hetero.ops.gpu.packed import capability, matrix_sizes, quantised_rows
+from hetero.ops.gpu.tuning import STEPS_OF_WARP, UNITS_OF_WARP, Cut, cut_down, cut_up
 
 _KINDS = (ActKind.SILU, ActKind.GELU, ActKind.GELU_TANH, ActKind.RELU, ActKind.RELU2, ActKind.IDENTITY)
 _WORDS_OF_WARP = 1024  # that a program brings at a time
@@ -62,32 +63,37 @@ def sorted_places(keys: Tensor) -> tuple[Tensor, Tensor]:
     return order.int(), places.int()
 
 
-def check_format(spec: ExpertSpec, fmt: Format, device: object) -> None:
-    """Raises InputError for experts that the GPU's kernels cannot compute."""
-    if fmt.name not in GPU_FORMATS or fmt.blocks or fmt.ordered:
-        raise InputError(
-            f"experts on {device}: format {fmt} is not read there; valid: {', '.join(GPU_FORMATS)}"
-        )
+def check_format(spec: ExpertSpec, fmt: Format, device: object, down_format: Format | None = None) -> None:
+    """Raises InputError for experts that the GPU's kernels cannot compute. ``down_format``: of down, if
+    another."""
+    for one in (fmt, down_format or fmt):
+        if one.name not in GPU_FORMATS or one.blocks or one.ordered:
+            raise InputError(
+                f"experts on {device}: format {one} is not read there; valid: {', '.join(GPU_FORMATS)}"
+            )
     if spec.staged:
         raise InputError(f"experts on {device}: this model's experts need steps between their projections")
 
 
 class ExpertLaunch:
     """Constants of the experts of one block, and the kernels over them. ``base``: any tensor of bytes on the
-    device; experts come by address."""
+    device; experts come by address. ``down_format``: of down, if another."""
 
-    def __init__(self, spec: ExpertSpec, fmt: Format, device: torch.device) -> None:
+    def __init__(
+        self, spec: ExpertSpec, fmt: Format, device: torch.device, down_format: Format | None = None
+    ) -> None:
         self.spec, self.format, self.device = spec, fmt, device
+        self.down_format = down = down_format or fmt
         mats, hidden, wide = 2 if spec.has_gate else 1, spec.hidden, spec.intermediate
         self.blocks_up, self.blocks_down = -(-wide // BLOCK_ROWS), -(-hidden // BLOCK_ROWS)
         down_at = mats * self.blocks_up * block_bytes(fmt, hidden)
-        bias_at = down_at + self.blocks_down * block_bytes(fmt, wide)
+        bias_at = down_at + self.blocks_down * block_bytes(down, wide)
         act, bias = spec.activation, {"HAS_BIAS": spec.has_bias}
         self.act = {"KIND": _KINDS.index(act.kind), "HAS_GATE": spec.has_gate}
         self.limits = (act.alpha, act.gate_max, act.up_limit, act.act_max, act.up_offset)
         after_up = bias_at + 4 * mats * wide
         self.up = matrix_sizes(fmt, wide, hidden) | bias | {"BIAS_AT": bias_at}
-        self.down = matrix_sizes(fmt, hidden, wide) | bias | {"BIAS_AT": after_up, "BEGIN": down_at}
+        self.down = matrix_sizes(down, hidden, wide) | bias | {"BIAS_AT": after_up, "BEGIN": down_at}
         # The kernels' interpreter runs them where there is no GPU, and has neither dp4a nor bf16 products.
         self.twin = device.type == "cpu"
 
@@ -108,9 +114,12 @@ class ExpertLaunch:
         host addresses from which experts are brought to theirs on the way, see ``hybrid_kernels.gate_up``.
         """
         tokens, slots = addresses.shape
-        bits, asm = self.format.code_bits, {"ASM": not self.twin}
-        up: dict[str, Any] = self.act | self.up | asm | self._cut(cut_up(self.up["K"], bits))
-        down: dict[str, Any] = self.down | asm | self._cut(cut_down(self.down["K"], bits, slots))
+        asm, of_up, of_down = {"ASM": capability(self.device)}, self.format, self.down_format
+        units: tuple[int, int] = CODINGS[of_up.name].unit, CODINGS[of_down.name].unit
+        cut = cut_up(self.up["K"], of_up.code_bits, units[0])
+        up: dict[str, Any] = self.act | self.up | asm | _cut(cut, units[0])
+        cut = cut_down(self.down["K"], of_down.code_bits, units[1], slots)
+        down: dict[str, Any] = self.down | asm | _cut(cut, units[1])
         # Rows that nobody computes are read by nobody, but numpy, which interprets kernels, warns of them.
         empty = torch.zeros if self.twin else torch.empty
         h = empty(tokens * slots, self.spec.intermediate, device=self.device)
@@ -127,14 +136,10 @@ class ExpertLaunch:
                 BEGIN=self.down["BEGIN"], REST=self.blocks_down * self.down["BLOCK_BYTES"],
                 WORDS=_WORDS_OF_WARP * up["num_warps"], NEAR=near,
             )  # fmt: skip
-        hq = quantised_rows(self.format, h, self.down["K"])
+        hq = quantised_rows(self.down_format, h, self.down["K"])
         down |= overlap(self.device) | {"NEAR": near}
         expert_kernels.down[grid_down](base, *hq, addresses, weights, out, slots, **down)
         return out
-
-    @staticmethod
-    def _cut(cut: Cut) -> dict[str, int]:
-        return {"STEPS": STEPS_OF_WARP * cut.warps, "TILES": cut.tiles, "num_warps": cut.warps}
 
     def many(
         self,
@@ -183,3 +188,8 @@ class ExpertLaunch:
             torch.empty(rows, self.spec.intermediate, dtype=torch.bfloat16, device=self.device),
             torch.empty(rows, self.spec.hidden, dtype=torch.float32, device=self.device),
         )
+
+
+def _cut(cut: Cut, unit: int) -> dict[str, int]:
+    each = UNITS_OF_WARP if unit == UNIT else STEPS_OF_WARP
+    return {"STEPS": each * cut.warps, "TILES": cut.tiles, "num_warps": cut.warps}

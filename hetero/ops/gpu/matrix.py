@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hetero.core import InputError
 from hetero.cpu import pack_matrix
-from hetero.formats import BLOCK_ROWS, GPU_FORMATS, Format, packed_bytes
+from hetero.formats import BLOCK_ROWS, GPU_LINEAR_FORMATS, Format, packed_bytes
 from hetero.ops.gpu.linear import PackedLinear
 from hetero.ops.gpu.packed import matrix_sizes
 
@@ -66,8 +66,10 @@ class PackedMatrix:
         weight = linear.weight.detach()
         bias = None if linear.bias is None else linear.bias.detach().float()
         fmt = _KINDS.get(weight.dtype, Format("bf16")) if fmt is None else fmt
-        if fmt.name not in ("f32", *GPU_FORMATS):
-            raise InputError(f"format {fmt} is not read on a GPU; valid: f32, {', '.join(GPU_FORMATS)}")
+        if fmt.name not in ("f32", *GPU_LINEAR_FORMATS):
+            raise InputError(
+                f"format {fmt} is not read on a GPU; valid: f32, {', '.join(GPU_LINEAR_FORMATS)}"
+            )
         if fmt.quantised:
             return PackedMatrix(pack_matrix(fmt, weight.cpu()).to(weight.device), fmt, n, k, bias)
         dtype = torch.float32 if fmt.name == "f32" else torch.bfloat16

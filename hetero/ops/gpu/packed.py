@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,8 +11,6 @@ from torch import Tensor
 from hetero.formats import ACT_GROUP, BLOCK_ROWS, Format, block_bytes, padded_k
 from hetero.ops.gpu import expert_kernels
 from hetero.ops.gpu.overlap import overlap
-
-_CODE_BITS = {"bf16": 16, "int8": 8, "int4": 4}
 
 
 def matrix_sizes(fmt: Format, n: int, k: int) -> dict[str, Any]:
@@ -22,16 +21,29 @@ def matrix_sizes(fmt: Format, n: int, k: int) -> dict[str, Any]:
         "N": n,
         "BLOCK_BYTES": block_bytes(fmt, k),
         "GROUP": fmt.group or ACT_GROUP,
-        "SCALES_AT": k_pad * BLOCK_ROWS * _CODE_BITS[fmt.name] // 8,
+        "SCALES_AT": k_pad * BLOCK_ROWS * fmt.code_bits // 8,
         "FORMAT": fmt.code,
     }
 
 
+def capability(device: torch.device) -> int:
+    """Of kernels' ASM: 0 where the interpreter runs them, else ten times the compute capability."""
+    if device.type == "cpu":
+        return 0
+    return _capability(device) if device.type == "cuda" else 90
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def quantised_rows(fmt: Format, x: Tensor, k_pad: int) -> tuple[Tensor, Tensor]:
-    """Rows [T, k] as kernels for few rows read them: words of int8 codes, and scales; for a
-    format that is not quantised the values, padded."""
+    """Rows [T, k] as kernels for few rows read them: words of int8 codes, and scales; for a format that
+    takes values these, padded."""
     rows, k = x.shape
-    if not fmt.quantised:
+    if not fmt.rounds_activations:
         q = torch.zeros(rows, k_pad, dtype=torch.float32, device=x.device)
         q[:, :k] = x
         return q, q

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hetero.ops.gpu.codings import UNIT
+
 MOST_WARPS = 8
 
 STEPS_OF_WARP = 16
 """Steps of a packed block that a warp reads at a time: 32 bytes a thread."""
 
+UNITS_OF_WARP = 8
+"""Units of 32 inputs of a block that a warp reads at a time: for each bit of a code 16 bytes a thread."""
+
 DEPTH_OF_WARP = 256
 """Inputs of an output that a warp reads at a time: 16 bytes a thread."""
+
+_ROUND = 16  # places of units that another round is worth
 
 
 class Cut(NamedTuple):
@@ -45,25 +52,36 @@ def cut_of(n: int, k: int, bits: int, *, rows: int, products: bool) -> Cut:
     return Cut(*_fewest(k * bits // 32, STEPS_OF_WARP, widest, most))
 
 
-def cut_up(k: int, bits: int) -> Cut:
-    """Of the first matrices of experts, k inputs with padding: many programs, of 16 outputs of a pair."""
-    return Cut(*_fewest(k * bits // 32, STEPS_OF_WARP, 4, 5))
+def cut_up(k: int, bits: int, unit: int) -> Cut:
+    """Of the first matrices of experts, k inputs with padding, ``unit`` of them read at once: many programs,
+    of 16 outputs of a pair."""
+    if unit == UNIT:
+        return Cut(*_fewest(k // unit, UNITS_OF_WARP, 4, _most_units(bits), _ROUND))
+    return Cut(*_fewest(k // unit, STEPS_OF_WARP, 4, 5))
 
 
-def cut_down(k: int, bits: int, slots: int) -> Cut:
+def cut_down(k: int, bits: int, unit: int, slots: int) -> Cut:
     """Of the last one: a program has all pairs of a token."""
-    steps = slots * k * bits // 32
+    steps = slots * k // unit
+    if unit == UNIT:
+        return Cut(*_fewest(steps, UNITS_OF_WARP, MOST_WARPS, _most_units(bits), _ROUND))
     # More tiles would leave room for one program alone on a multiprocessor.
     return Cut(MOST_WARPS, 4) if steps > 512 else Cut(*_fewest(steps, STEPS_OF_WARP, MOST_WARPS, 4))
 
 
-def _fewest(length: int, each: int, widest: int, most: int) -> tuple[int, int]:
-    """(warps, tiles) that leave the fewest places of a length without work, then go round least often."""
+def _most_units(bits: int) -> int:
+    """Tiles of units, each of 4 registers a bit and a few for scales, that leave room for more programs."""
+    return max(80 // (4 * bits + 8), 1)
+
+
+def _fewest(length: int, each: int, widest: int, most: int, round_cost: int = 0) -> tuple[int, int]:
+    """(warps, tiles) that leave the fewest places of a length without work, each round counting as some, then
+    go round least often."""
 
     def cost(cut: tuple[int, int]) -> tuple[int, int, int]:
         warps, tiles = cut
         rounds = -(-length // (each * warps * tiles))
-        return rounds * each * warps * tiles, rounds, abs(tiles - 5)
+        return rounds * (each * warps * tiles + round_cost), rounds, abs(tiles - 5)
 
     warps = 1
     cuts = []

@@ -1,0 +1,132 @@
+"""Every packed format on the GPU: one matrix for few rows, decoded weights, experts of several formats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from hetero.core import Activation, ActKind, ExpertSpec
+from hetero.cpu import CpuExperts
+from hetero.formats import GPU_FORMATS, Format, parse_format
+from hetero.ops.gpu import expert_kernels, linear_kernels
+from hetero.ops.gpu.codings import CODINGS
+from hetero.ops.gpu.experts import GpuExperts
+from hetero.ops.gpu.launch import ExpertLaunch, _cut
+from hetero.ops.gpu.packed import capability, matrix_sizes
+from hetero.ops.gpu.tuning import cut_up
+from hetero.quant.pack import dequantise
+from tests.cpu.kernel_runner import GEMV, Matrix, valid_codes
+from tests.cpu.reference import fill, random_kept, random_routing, random_weights
+from tests.triton.flips import EXACT, beyond, decoded
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter's numpy
+]
+OAI = Activation(ActKind.SILU, alpha=1.702, gate_max=7.0, up_limit=7.0, up_offset=1.0)
+N, K = 20, 280  # a block that is not whole, and a scale of 256 inputs that is not
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double().cpu() - b.double()).norm() / b.double().norm())
+
+
+def one_matrix(fmt: Format, packed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """float32 [1, N] of a row [1, K], by the kernel of experts."""
+    launch = ExpertLaunch(ExpertSpec(1, K, N, 1), fmt, torch.device(DEVICE))
+    memory, rows = packed.to(DEVICE), launch.rows(x.to(DEVICE))
+    out = torch.full((1, N), float("nan"), device=DEVICE)
+    unit = CODINGS[fmt.name].unit
+    expert_kernels.gate_up[(-(-N // 16), 1)](
+        memory, *rows, torch.tensor([memory.data_ptr()], device=DEVICE), out, 1,
+        *(1.0, *4 * [float("inf")]), **matrix_sizes(fmt, N, K),
+        BIAS_AT=0, KIND=5, HAS_GATE=False, HAS_BIAS=False, ASM=capability(memory.device), NEAR=False,
+        **_cut(cut_up(launch.up["K"], fmt.code_bits, unit), unit),
+    )  # fmt: skip
+    return out.cpu()
+
+
+@pytest.mark.parametrize("name", GPU_FORMATS)
+def test_one_matrix_equals_the_cpu(name: str, generator: torch.Generator) -> None:
+    """Against the extension's kernel, which other tests compare with float64, and with float64 as well."""
+    fmt = parse_format(name)
+    matrix = Matrix.gaussian(fmt, N, K, generator)
+    x = torch.randn(1, K, generator=generator)
+    x[:, 40:80] *= 30
+    got = one_matrix(fmt, torch.from_numpy(matrix.packed), x)
+    wanted = torch.from_numpy(matrix.run("scalar", GEMV, x.numpy())[:, :N])
+    assert relative(got, wanted) < EXACT
+    assert relative(got, torch.from_numpy(matrix.evaluate(x.numpy()))) < EXACT
+
+
+@pytest.mark.parametrize("name", [name for name in GPU_FORMATS if name != "bf16"])
+def test_decoded_weights(name: str, generator: torch.Generator) -> None:
+    """To the bit where nothing contracts products and sums, else to a bf16 of another rounding."""
+    fmt = parse_format(name)
+    packed = torch.from_numpy(Matrix.gaussian(fmt, N, K, generator).packed)
+    out = torch.full((N, K), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    linear_kernels.unpacked[(1, -(-K // 64))](
+        packed.to(DEVICE), 0, N, out, K,
+        BLOCKS=2, DEPTH=64, TWIN=DEVICE == "cpu", **matrix_sizes(fmt, N, K),
+    )  # fmt: skip
+    wanted = dequantise(fmt, packed, N, K).bfloat16()
+    if DEVICE == "cpu":
+        assert torch.equal(out, wanted)
+    assert ((out.cpu().float() - wanted.float()).abs() <= 2.0**-7 * wanted.float().abs()).all()
+
+
+def test_numbers_of_tables_are_found_as_sums_of_two() -> None:
+    """As the GPU's instruction gives bytes: where a pick's highest bit is set, the sign of the byte alone."""
+    for name, coding in CODINGS.items():
+        if not coding.table:
+            continue
+        halves = torch.tensor(coding.picks).view(torch.int8).view(-1, 8)
+        for code in valid_codes(parse_format(name)) if len(coding.table) == 16 else range(8):
+            first = int(halves[0, code & 7])
+            number = first if code < 8 else first >> 7
+            if len(halves) == 2:
+                second = int(halves[1, code & 7])
+                number += second if code >= 8 else second >> 7
+            assert number + coding.lessened == coding.table[code], (name, code)
+
+
+def both(spec: ExpertSpec, up: str, down: str, generator: torch.Generator) -> tuple[CpuExperts, GpuExperts]:
+    """The same experts on the CPU and on the device."""
+    formats = parse_format(up), parse_format(down)
+    theirs = GpuExperts(spec, formats[0], DEVICE, formats[1])
+    ours, weights = CpuExperts(spec, *formats), random_weights(spec, generator)
+    for number, ((expert, part), weight) in enumerate(weights.items()):
+        if theirs.format_of(part).kept_only:  # as ``fill`` makes them
+            made = torch.Generator().manual_seed(number)
+            theirs.put_codes(expert, part, *random_kept(theirs.format_of(part), *weight.shape, made))
+        else:
+            theirs.put(expert, part, weight)
+    assert theirs.missing() == []
+    return fill(ours, weights), theirs
+
+
+MIXED = [
+    ("q4_k", "q6_k", ExpertSpec(2, 48, 200, 2)),
+    ("mxfp4", "mxfp4", ExpertSpec(2, 96, 48, 1, OAI, has_bias=True)),
+    ("fp8", "int4", ExpertSpec(2, 40, 192, 1)),
+    ("int4z g64", "fp8_row", ExpertSpec(2, 72, 40, 1, has_gate=False)),
+]
+
+
+@pytest.mark.parametrize(("up", "down", "spec"), MIXED)
+def test_mixed_formats(up: str, down: str, spec: ExpertSpec, generator: torch.Generator) -> None:
+    ours, theirs = both(spec, up, down, generator)
+    x, ids, weights = random_routing(spec, 1, generator)
+    got = theirs.forward(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+    wanted = ours.forward(x, ids, weights)
+    assert beyond(ours, decoded(ours), got, wanted, (x, ids, weights)) < EXACT
+    # Many rows round activations and weights to bf16.
+    x, ids, weights = random_routing(spec, 20, generator)
+    ids[1, 0], ids[2] = -1, spec.num_experts
+    got = theirs.forward(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)).cpu()
+    wanted = ours.forward(x, ids, weights)
+    assert relative(got, wanted) < 2e-2
+    assert (got[2] == 0).all()
