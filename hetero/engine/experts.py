@@ -11,7 +11,7 @@ from typing import Any
 from hetero.config import settings
 from hetero.core import InputError, MachineError, ModuleInfo
 from hetero.engine.packing import Packed, PackTarget, close_quietly, fill, keep, pack
-from hetero.engine.tables import largest_in_flight
+from hetero.engine.tables import disk_hint, largest_in_flight
 from hetero.engine.tiers import Site, Tiers, apply_slots, decide, find_sites, manifest_of, slow_note
 from hetero.hw import memory
 from hetero.model.loader import LoadPlan
@@ -140,7 +140,10 @@ def _decide(ready: Ready, sites: Sequence[Site]) -> Tiers:
     own = {site.name for site in sites}
     other = totals([line for line in lines if line.module not in own]).get("cpu", 0)
     largest = largest_in_flight(ready.checkpoint, ready.placement)
-    return decide(sites, other, largest, f"loading {ready.folder}")
+    try:
+        return decide(sites, other, largest, f"loading {ready.folder}")
+    except MachineError as error:
+        raise MachineError(f"{error}{disk_hint(ready.placement, lines)}") from None
 
 
 def pack_experts(

@@ -16,7 +16,7 @@ from hetero.model.source import Source, TensorInfo
 from hetero.model.tables import choose_tiers, leave_out, reads_of
 from hetero.ops.embedding import HostEmbedding
 from hetero.rules import Placement
-from hetero.rules.explain import explain, totals
+from hetero.rules.explain import Line, explain, totals
 from hetero.store.rows import BLOCK, gather_time
 
 if TYPE_CHECKING:
@@ -53,6 +53,19 @@ def largest_in_flight(source: Source, placement: Placement) -> int:
     """Bytes that reading one tensor takes at most beside what it is loaded into."""
     apart = _not_in_flight(placement)
     return max((_in_flight(info) for name, info in source.tensors.items() if name not in apart), default=0)
+
+
+def disk_hint(placement: Placement, lines: Sequence[Line]) -> str:
+    """What a user may do about too little memory who has put tables there; "" for nothing."""
+    here = {
+        one.module
+        for one in placement.assignments
+        if one.op == "embedding" and one.options["table"]["tier"] == "ram" and one.options["table"]["stored"]
+    }
+    size = sum(line.bytes for line in lines if line.module in here)
+    if not size:
+        return ""
+    return f"; or 'tier: disk' for {', '.join(sorted(here))}, which takes {memory.gib(size)} of it"
 
 
 def _in_flight(info: TensorInfo) -> int:

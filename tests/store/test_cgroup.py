@@ -10,11 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import torch
 
-from tests.store.large import large
+from tests.store.large import large, large_table
 
 LIMIT = 448 << 20
 
@@ -76,36 +77,66 @@ def memory_group() -> Iterator[Group | str]:
     yield "; ".join(reasons)
 
 
+class Run(Protocol):
+    def __call__(self, *more: str, before: str = "") -> tuple[list[int], str]:
+        """The tokens, and what was told; ``before``: shell commands."""
+
+
+def runner(tmp_path: Path, folder: Path, *asked: str) -> Run:
+    """``hetero run`` of a folder in a process of its own."""
+    env = {**os.environ, "HETERO_CACHE": str(tmp_path / "cache"), "HETERO_TUNE": "off"}
+    words = [sys.executable, "-m", "hetero.cli", "run", str(folder), *asked, "--max-tokens", "12"]
+    words += ["--ignore-eos", "--json", "--no-stats", "--dtype", "bfloat16"]
+
+    def run(*more: str, before: str = "") -> tuple[list[int], str]:
+        command = ["sh", "-c", f'{before} exec "$@"', "sh", *words, *more]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["token_ids"], done.stderr
+
+    return run
+
+
+def under_limit(run: Run, *more: str) -> tuple[list[int], str]:
+    """Under a cgroup where one can be made; else under --ram alone, which counts but does not enforce."""
+    with memory_group() as group:
+        if isinstance(group, str):
+            log.warning("no memory cgroup here (%s): --ram alone", group)
+            return run(*more, "--ram", f"{LIMIT}b")
+        found = run(*more, before=f"echo $$ > {group.folder}/cgroup.procs &&")
+        assert group.kills() == 0
+        peak = group.peak()
+        assert peak is None or peak <= LIMIT
+        log.info("peak %s of %s bytes", peak, LIMIT)
+        return found
+
+
 @pytest.mark.slow
 def test_a_model_of_twice_the_memory(tmp_path: Path, generator: torch.Generator) -> None:
-    """Under a cgroup where one can be made; else under --ram alone, which counts but does not enforce."""
     folder = tmp_path / "m"
     seed = int(torch.randint(0, 2**31, (), generator=generator))
     assert large(folder, seed, layers=4, experts=38, hidden=1024, intermediate=1024) >= 2 * LIMIT
     (tmp_path / "disk.yaml").write_text(RULES)
     (tmp_path / "ram.yaml").write_text(RULES.replace(", tier: disk, ram: 64MiB", ""))
-    env = {**os.environ, "HETERO_CACHE": str(tmp_path / "cache"), "HETERO_TUNE": "off"}
-    asked = [sys.executable, "-m", "hetero.cli", "run", str(folder), "--prompt-ids", "1,2,3,4,5"]
-    asked += ["--max-tokens", "12", "--ignore-eos", "--json", "--no-stats", "--dtype", "bfloat16", "--rules"]
-
-    def run(rules: str, *more: str, before: str = "") -> tuple[list[int], str]:
-        command = ["sh", "-c", f'{before} exec "$@"', "sh", *asked, str(tmp_path / rules), *more]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)["token_ids"], done.stderr
-
-    with memory_group() as group:
-        if isinstance(group, str):
-            log.warning("no memory cgroup here (%s): --ram alone", group)
-            found, told = run("disk.yaml", "--ram", f"{LIMIT}b")
-        else:
-            enter = f"echo $$ > {group.folder}/cgroup.procs &&"
-            found, told = run("disk.yaml", before=enter)
-            assert group.kills() == 0
-            peak = group.peak()
-            assert peak is None or peak <= LIMIT
-            log.info("peak %s of %s bytes", peak, LIMIT)
+    run = runner(tmp_path, folder, "--prompt-ids", "1,2,3,4,5")
+    limited = ["--rules", str(tmp_path / "disk.yaml")]
+    found, told = under_limit(run, *limited)
     assert "disk tier: RAM holds" in told
-    want, told = run("ram.yaml")
+    want, told = run("--rules", str(tmp_path / "ram.yaml"))
     assert "packed experts were read from" in told
+    assert found == want
+
+
+@pytest.mark.slow
+def test_a_table_larger_than_the_memory(tmp_path: Path, generator: torch.Generator) -> None:
+    """The shipped rules leave it on disk by themselves."""
+    folder = tmp_path / "m"
+    seed = int(torch.randint(0, 2**31, (), generator=generator))
+    assert large_table(folder, seed, base=1_100_000) > 1.1 * LIMIT
+    prompt = torch.randint(3, 90, (110,), generator=generator).tolist()
+    run = runner(tmp_path, folder, "--prompt-ids", ",".join(map(str, prompt)))
+    found, told = under_limit(run)
+    assert "stay on disk" in told
+    want, told = run("--set", "table=ram")
+    assert "stay on disk" not in told
     assert found == want
