@@ -10,7 +10,7 @@ from pathlib import Path
 from hetero.config import settings
 from hetero.core import MachineError
 from hetero.formats import Format, parse_format
-from hetero.hw import memory
+from hetero.hw import memory, nvml
 from hetero.model.gguf_file import locate
 from hetero.plan import families
 from hetero.plan.hardware import Figure, Hardware, Pcie
@@ -68,6 +68,23 @@ def plan_run(
         path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, rule_file(plan), "--auto (HETERO_CACHE names another folder):")
     return Auto(path, plan.today.dtype, _note(plan, path))
+
+
+def gpu_now(vram: int | None) -> tuple[str, int] | None:
+    """Name of the GPU that torch can use and bytes of it that a run may take, at most ``vram``; None for
+    none. The driver's management library is asked, so that no context is made: what is in use before one
+    counts where memory is measured (``engine.gpu.vram``)."""
+    import torch
+
+    from hetero.engine.gpu.vram import MARGIN
+
+    if not torch.cuda.is_available():
+        return None
+    found = nvml.device(0)
+    if found is None:
+        found = nvml.Device(torch.cuda.get_device_name(0), *reversed(torch.cuda.mem_get_info(0)))
+    free = found.free - MARGIN
+    return found.name, free if vram is None else min(vram, free)
 
 
 def _own_format(folder: Path) -> Format | None:

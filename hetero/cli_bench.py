@@ -13,7 +13,7 @@ import typer
 
 from hetero import terminal
 from hetero.config import MAX_THREADS, wait_passively
-from hetero.core import InputError
+from hetero.core import InputError, MachineError
 from hetero.formats import Format, parse_target
 from hetero.hw import memory
 from hetero.plan.sizes import parse_size
@@ -109,6 +109,9 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the rule file.")
     ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Beside what is measured, what the plan says of this very run.")
+    ] = False,
     predict: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME|FILE", help="Add what the plan predicts for this hardware; repeatable."),
@@ -179,11 +182,13 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     import torch
 
     from hetero.engine.gpu.graphs import WAITS
-    from hetero.engine.gpu.loading import HANDOFFS, MOST_CHUNK
+    from hetero.engine.gpu.loading import HANDOFFS
     from hetero.model import hf
     from hetero.ops.gpu.tiers import STRATEGIES
-    from hetero.report.bench_load import Options, check_options, fuses, predicted
+    from hetero.plan.workspace import MOST_CHUNK
     from hetero.report.bench_load import bench as measure
+    from hetero.report.bench_options import Options, check_options, fuses
+    from hetero.report.bench_plan import predicted
 
     if handoff not in HANDOFFS:
         raise InputError(f"--handoff {handoff}: must be one of {', '.join(HANDOFFS)}")
@@ -195,6 +200,11 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
         raise InputError(f"--wait {wait}: must be one of {', '.join(WAITS)}")
     hf.quiet()
     gpu = torch.cuda.is_available() and not no_gpu
+    if modules and (rules is not None or no_gpu):
+        raise InputError(f"--modules: contradicts {'--rules' if rules is not None else '--no-gpu'}")
+    asked = {"--modules": modules, "--vram": vram is not None, "--handoff": handoff != "auto"}
+    if not gpu and not no_gpu and (named := [name for name, is_given in asked.items() if is_given]):
+        raise MachineError(f"{', '.join(named)}: of a GPU, and torch sees none here")
     config = found.config
     if layers is not None:
         if found.kind not in ("synthetic", "config"):
@@ -228,6 +238,7 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
         trace=None if trace is None else Path(trace),
         rules=file,
         overrides=parse_set(set_ or []),
+        plan=plan,
     )
     check_options(options)
     inventory = take_inventory(dict(config))

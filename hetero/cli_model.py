@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -15,7 +15,7 @@ import typer
 
 from hetero import terminal
 from hetero.config import MAX_THREADS, settings
-from hetero.core import InputError
+from hetero.core import InputError, MachineError
 from hetero.plan.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -135,19 +135,14 @@ class ModelOptions:
         from hetero.model import hf
 
         rules, dtype, vram = self.rules, self.dtype, self._vram
+        _require_gpu({"--vram": vram is not None, "--handoff": self.handoff != "auto"})
         gpu = gpu_options(vram, slots=concurrency, context=context, kv_tokens=kv_tokens, handoff=self.handoff)
         hf.quiet()
         if self.auto:
-            import torch
+            from hetero.auto import gpu_now, plan_run
 
-            from hetero.auto import plan_run
-
-            device = None
-            if torch.cuda.is_available():
-                free = torch.cuda.mem_get_info(0)[0]
-                device = (torch.cuda.get_device_name(0), free if vram is None else min(vram, free))
             chosen = plan_run(
-                folder, name, context=context, concurrency=concurrency, device=device, dtype=dtype
+                folder, name, context=context, concurrency=concurrency, device=gpu_now(vram), dtype=dtype
             )
             terminal.note(chosen.note)
             rules, dtype = str(chosen.rules), chosen.dtype
@@ -167,6 +162,15 @@ class ModelOptions:
         for text in loaded.notes:
             terminal.note(f"note: {text}")
         return with_context(dataclasses.replace(loaded, name=name), context)
+
+
+def _require_gpu(asked: Mapping[str, bool]) -> None:
+    """Raises MachineError for options of a GPU where there is none."""
+    import torch
+
+    named = [name for name, is_given in asked.items() if is_given]
+    if named and not torch.cuda.is_available():
+        raise MachineError(f"{', '.join(named)}: of a GPU, and torch sees none here")
 
 
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:

@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from hetero import jsonfile, stats, terminal
-from hetero.core import InputError
+from hetero.core import InputError, MachineError
 from hetero.formats import Format, parse_format
 from hetero.hw import memory
 from hetero.model.shapes import ModelRef, resolve_model
 from hetero.plan import families
 from hetero.plan.hardware import Hardware, load_hardware
-from hetero.plan.inventory import Inventory, from_modules
+from hetero.plan.inventory import Inventory, Kind, from_modules
 from hetero.plan.machine import this_machine
 from hetero.plan.planner import Plan, as_dict, family_format, make_plan
 from hetero.plan.quantised import kept_format
@@ -83,7 +83,7 @@ def plan(
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rule file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell what sits where and the bound on speed, term by term; exit 3 where it cannot fit.
+    """Tell whether it fits, what sits where and how fast it is, term by term; exit 3 where it does not fit.
 
     A GGUF file or a quantised checkpoint is planned with the formats that it has (docs/gguf.md).
     """
@@ -119,6 +119,8 @@ def plan(
         typer.echo(json.dumps(as_dict(made), indent=2))
     else:
         show(made)
+    if not made.fits:
+        raise typer.Exit(MachineError.exit_code)
 
 
 def _format(given: str | None) -> Format:
@@ -201,10 +203,8 @@ def show(made: Plan) -> None:
         console.print(text, markup=False, highlight=False)
 
     inventory, layout, request = made.inventory, made.layout, made.request
-    say(
-        f"{made.model}: {inventory.params / 1e9:.1f} billion weights, {inventory.active_params / 1e9:.2f} "
-        f"billion a token, {inventory.layers} layers; on {made.hardware.name}"
-    )
+    say(verdict(made))
+    say(f"{made.model}: {_weights(inventory)}, {inventory.layers} layers")
     experts = f"experts in {request.expert_format}, " if inventory.sites else ""
     say(f"{experts}dense layers in {layout.dense}, {request.context} tokens x {request.concurrency}")
     say()
@@ -212,23 +212,64 @@ def show(made: Plan) -> None:
     say()
     console.print(_decode_table(made))
     for found in made.decode:
-        say(f"bound, {found.routing} routing: {found.tok_s:.1f} tokens/s; {found.binds} binds")
-    now = made.today.decode
-    say(f"today: {now.tok_s:.1f} tokens/s; {now.binds} binds")
+        say(f"bound, {found.routing} routing: {found.tok_s:.1f} tokens/s at most; {found.binds} binds")
+    if made.fits:
+        for found in made.expected:
+            say(f"expected, {found.routing} routing: {found.tok_s:.1f} tokens/s")
     say()
     for way in made.prefill:
-        say(f"prefill of {way.tokens} tokens: {way.ms / 1e3:.2f} s, {way.tok_s:.0f} tokens/s, {way.way}")
+        speed = f"{way.ms / 1e3:.2f} s, {way.tok_s:.0f} tokens/s"
+        say(f"bound, prefill of {way.tokens} tokens: {speed}, {way.way}")
     say()
     console.print(_alternatives_table(made))
     if made.waits:
-        say("\nthe bound needs what a run with today's rules lacks:")
+        say("\nthe bound needs what a run with the rules of this plan lacks:")
         for wait in made.waits:
             say(f"  - {wait}")
-    if made.today.why_not is not None:
-        say(f"\nthe rules as they can be written now do not fit: {made.today.why_not}")
     for warning in made.warnings:
         say(f"warning: {warning}")
     say(f"\n{_basis(made.hardware)}")
+
+
+def verdict(made: Plan) -> str:
+    """The first line: whether the model runs on this machine by the rules of the plan, and how fast."""
+    where = made.hardware.name
+    if made.today.why_not is not None:
+        return f"does NOT fit {where}: {made.today.why_not}"
+    speeds = " and ".join(f"{d.tok_s:.3g} ({d.routing} routing)" for d in made.expected)
+    return f"fits {where}: {speeds} tokens/s expected, {_manner(made)}"
+
+
+def _manner(made: Plan) -> str:
+    now, layout, sites = made.today, made.layout, len(made.inventory.sites)
+    if now.fused is not None:
+        count = _experts(made.inventory)
+        words = [f"layers fused by {now.fused}, {layout.slots} of {count} experts on the GPU too"]
+    elif layout.gpu is None:
+        words = ["on the CPU alone"]
+    else:
+        words = [
+            f"transformers' modules on the GPU with the experts of {len(now.gpu_layers)} of {sites} layers"
+        ]
+    if now.tier == "disk":
+        words.append(f"{1 - now.ram_share:.0%} of the CPU's experts read from disk")
+    if now.table == "disk":
+        words.append("the n-gram table on disk")
+    return ", ".join(words)
+
+
+def _experts(inventory: Inventory) -> int:
+    return sum(site.spec.num_experts for site in inventory.sites)
+
+
+def _weights(inventory: Inventory) -> str:
+    """How many, those of an n-gram table apart: a token reads a few rows of it."""
+    table = inventory.of(Kind.TABLE)
+    active = f"{inventory.active_params / 1e9:.2f} billion a token"
+    if not table:
+        return f"{inventory.params / 1e9:.1f} billion weights, {active}"
+    model = f"{(inventory.params - table) / 1e9:.1f} billion weights, {active}"
+    return f"{model}, and {table / 1e9:.1f} billion of an n-gram table"
 
 
 def _memory_table(made: Plan) -> Table:
@@ -236,8 +277,8 @@ def _memory_table(made: Plan) -> Table:
     table.add_column("tier")
     table.add_column("what")
     table.add_column("bytes", justify="right")
-    for tier in (made.layout.gpu, made.layout.ram, made.layout.disk):
-        if tier is None or not tier.items:
+    for tier in made.today.tiers:
+        if not tier.items:
             continue
         for number, item in enumerate(tier.items):
             table.add_row(tier.name if number == 0 else "", item.name, gib(item.bytes))
@@ -247,10 +288,12 @@ def _memory_table(made: Plan) -> Table:
 
 
 def _decode_table(made: Plan) -> Table:
-    """Terms of a step by routing, and as it is today."""
-    columns: list[tuple[str, Decode]] = [(d.routing, d) for d in made.decode] + [("today", made.today.decode)]
+    """Terms of a step by routing: of the bound, and as the rules of this plan are expected to give."""
+    columns: list[tuple[str, Decode]] = [(f"bound, {d.routing}", d) for d in made.decode]
+    if made.fits:
+        columns += [(f"expected, {d.routing}", d) for d in made.expected if d.routing != "counts"]
     table = Table(box=None, pad_edge=False)
-    table.add_column("a decode step, ms (* at the same time)")
+    table.add_column("a decode step, ms (*: at once)")
     for name, _ in columns:
         table.add_column(name, justify="right")
     names = list(dict.fromkeys((t.name, t.beside) for _, d in columns for t in d.terms))
@@ -273,15 +316,20 @@ def _cell(found: Decode, name: str, beside: bool) -> str:
 
 def _alternatives_table(made: Plan) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column("instead")
-    for name in ("local", "uniform", "on the GPU", "on disk"):
+    table.add_column("instead, tokens/s")
+    for name in ("bound, local", "uniform", "expected, local", "uniform", "on the GPU", "on disk"):
         table.add_column(name, justify="right")
     for a in made.alternatives:
         if a.local_tok_s is None or a.uniform_tok_s is None:
-            table.add_row(a.change, "does not fit", "", "", "")
+            table.add_row(a.change, "does not fit", *5 * ("",))
             continue
+        expected = (
+            ("does not fit", "")
+            if a.expected_local is None or a.expected_uniform is None
+            else (f"{a.expected_local:.1f}", f"{a.expected_uniform:.1f}")
+        )
         shares = (f"{a.on_gpu:.0%}", f"{a.on_disk:.0%}" if a.on_disk else "")
-        table.add_row(a.change, f"{a.local_tok_s:.1f} tok/s", f"{a.uniform_tok_s:.1f} tok/s", *shares)
+        table.add_row(a.change, f"{a.local_tok_s:.1f}", f"{a.uniform_tok_s:.1f}", *expected, *shares)
     return table
 
 

@@ -29,7 +29,9 @@ from hetero.plan.tiers import Request, all_expert_bytes, dense_bytes, lay_out, o
 GIB = 2**30
 PERF = Path(__file__).resolve().parent.parent / "docs" / "perf.md"
 FLAGSHIP, DESKTOP, SERVER = "qwen3.8-flash-next-125b", "rtx4090-7950x", "h200-xeon16"
-VRAM, RAM = (16, 24, 32), (32, 64, 128)
+VRAM = (16, 24, 32)
+# (main memory, format of experts): groups of 128 are 5 GiB less than groups of 32, which is what 64 GiB lack.
+RAM = ((32, "int4 g32"), (64, "int4 g32"), (64, "int4 g128"), (128, "int4 g32"))
 INT4 = parse_format("int4")
 
 
@@ -44,34 +46,40 @@ def desktop_table() -> Iterator[str]:
     columns = (
         "GPU memory",
         "main memory",
+        "experts",
         "experts: GPU, RAM, disk",
         "dense",
-        "local",
+        "bound: local",
         "uniform",
         "binds",
-        "today",
+        "expected: local",
+        "uniform",
     )
     yield f"| {' | '.join(columns)} |"
     yield f"|{' --- |' * len(columns)}"
     hardware, shape = load_hardware(DESKTOP), model(FLAGSHIP)
     for vram in VRAM:
-        for ram in RAM:
+        for ram, fmt in RAM:
             size = hardware.ram.model_copy(update={"bytes": ram * GIB})
             there = hardware.model_copy(update={"ram": size})
-            start = f"| {vram} GiB | {ram} GiB |"
+            start = f"| {vram} GiB | {ram} GiB | {fmt} |"
+            request = Request(parse_format(fmt), vram=vram * GIB)
             try:
-                plan = make_plan(FLAGSHIP, shape, there, Request(INT4, vram=vram * GIB), alternatives=False)
+                plan = make_plan(FLAGSHIP, shape, there, request, alternatives=False)
             except MachineError as error:
-                yield f"{start} does not fit: {error} | | | | | |"
+                yield f"{start} does not fit: {error} | | | | | | |"
                 continue
             layout = plan.layout
             in_ram = layout.in_ram - (layout.on_gpu if layout.copies else 0)
             shares = f"{layout.on_gpu:.0%}, {in_ram:.0%}, {layout.on_disk:.0%}"
             local, uniform = plan.decode
-            now = "no" if plan.today.why_not else f"{plan.today.decode.tok_s:.1f}"
+            now = "does not fit | |"
+            if plan.fits:
+                fused = " (fused)" if plan.today.fused else ""
+                now = f"{plan.expected[0].tok_s:.3g}{fused} | {plan.expected[1].tok_s:.3g} |"
             yield (
                 f"{start} {shares} | {layout.dense} | {local.tok_s:.0f} | {uniform.tok_s:.0f} | "
-                f"{uniform.binds} | {now} |"
+                f"{uniform.binds} | {now}"
             )
 
 
@@ -117,7 +125,8 @@ def experts_ms(fmt: str, name: str = FLAGSHIP) -> float:
 def prefill_s(tokens: int, way: str) -> float:
     shape, server = model(FLAGSHIP), load_hardware(SERVER)
     request = Request(INT4, vram=24 * GIB)
-    ways = prefill(shape, server, request, lay_out(shape, server, request, "bfloat16"), tokens)
+    layout = replace(lay_out(shape, server, request, "bfloat16"), chunk=tokens)  # as FreeToken does
+    ways = prefill(shape, server, request, layout, tokens)
     return next(w.ms for w in ways if w.way.startswith(way)) / 1e3
 
 

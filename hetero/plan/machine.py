@@ -136,6 +136,6 @@ def gpu_named(name: str, size: int, count: int = 1) -> Gpu:
         bytes=size,
         read_gb_s=estimate(300.0),
         bf16_tflops=estimate(20.0),
-        launch_us=estimate(2.5),
+        launch_us=estimate(1.3),
         count=count,
     )

@@ -23,7 +23,7 @@ from hetero.plan.tiers import (
     lay_out,
 )
 from hetero.plan.today import Today, plan_today
-from hetero.rules.defaults import default_rules_for, fused_rules_for
+from hetero.rules.defaults import default_rules_for
 from hetero.rules.load import load_rules
 from hetero.rules.options import expected_format
 
@@ -39,8 +39,10 @@ class Alternative:
     """The same model with one thing changed. ``why``: what keeps it from fitting, None where it fits."""
 
     change: str
-    local_tok_s: float | None = None
+    local_tok_s: float | None = None  # the bound
     uniform_tok_s: float | None = None
+    expected_local: float | None = None  # None where no rules can be written for it
+    expected_uniform: float | None = None
     on_gpu: float = 0.0
     on_disk: float = 0.0
     why: str | None = None
@@ -56,17 +58,27 @@ class Plan:
     request: Request
     layout: Layout
     decode: tuple[Decode, ...]  # the bound, by routing
-    today: Today
+    today: Today  # the rules as they are written, and what they are expected to give
     prefill: tuple[Prefill, ...]  # the bound of a short prompt and of the one asked for, fastest way each
     ways: tuple[Prefill, ...]  # all ways of the prompt asked for
     alternatives: tuple[Alternative, ...]
-    waits: tuple[str, ...]  # what the bound needs that a run with today's rules lacks
+    waits: tuple[str, ...]  # what the bound needs and a run with these rules lacks
     warnings: tuple[str, ...]
 
     @property
     def dtype(self) -> str:
         """Dtype that a run gives the dense layers."""
         return self.today.dtype
+
+    @property
+    def fits(self) -> bool:
+        """Whether a run with the rules of this plan loads."""
+        return self.today.why_not is None
+
+    @property
+    def expected(self) -> tuple[Decode, ...]:
+        """A decode step with these rules, by routing: an estimate."""
+        return self.today.steps
 
 
 def check_request(request: Request, inventory: Inventory) -> None:
@@ -123,7 +135,7 @@ def make_plan(
     routings = [Routing("local"), Routing("uniform")]
     if request.counts:
         routings.insert(0, Routing("counts", request.counts))
-    now = plan_today(inventory, hardware, request, layout)
+    now = plan_today(inventory, hardware, request, layout, routings)
     ways = prefill(inventory, hardware, request, layout, request.prompt)
     short = prefill(inventory, hardware, request, layout, min(SHORT_PROMPT, request.prompt))
     plan = Plan(
@@ -195,30 +207,30 @@ def _layouts(inventory: Inventory, hardware: Hardware, request: Request) -> Iter
 def _waits(
     inventory: Inventory, hardware: Hardware, request: Request, layout: Layout, now: Today
 ) -> Iterator[str]:
-    """What the bound takes for granted and today's operators lack."""
-    if layout.gpu is None or now.fused is not None:
-        if request.draft:
-            yield "drafts: no speculative decoding yet"
-    else:
-        if layout.slots:
+    """What the bound takes for granted and the rules of this plan lack."""
+    if layout.gpu is not None and now.fused is None:
+        if layout.slots and inventory.sites:
             yield (
-                f"the cache of {layout.slots} experts of any layer on the GPU: today those of "
+                f"the cache of {layout.slots} experts of any layer on the GPU: those of "
                 f"{len(now.gpu_layers)} of {len(inventory.sites)} layers lie there, whole"
             )
         if both_rates(hardware)[1]:
-            yield "the PCIe share of the experts: the CPU computes all of them"
-        why = "transformers' modules run one by one"
-        if fused_rules_for(inventory.model_type) is not None:
-            table = " and the n-gram table" if layout.table else ""
-            why += f"; fused layers need all experts{table} in main memory, dense in bfloat16 or int8"
-        yield f"fused operators in one CUDA graph: {why}"
+            yield "the PCIe share of the experts: the CPU computes all that are not on the GPU"
+        why = _unfused(layout)
+        yield f"fused layers in one CUDA graph: transformers' modules run one by one, since {why}"
         yield "the hand-off inside the graph: activations are copied, and waited for, in every layer"
         if layout.dense == "int8":
-            yield "dense layers in 8 bits: the rules keep bfloat16"
-        if request.draft:
-            yield "drafts: no speculative decoding yet"
-    if layout.table == "disk":
-        yield "the n-gram table on disk: it is loaded into main memory"
+            yield "dense layers in 8 bits: modules keep bfloat16"
+    if request.draft:
+        yield "drafts: there is no speculative decoding"
+
+
+def _unfused(layout: Layout) -> str:
+    """Why modules run as they are."""
+    if not layout.fused:
+        return "there are none for this model, or not with these dense layers"
+    missing = layout.expert_bytes - int(layout.in_ram * layout.expert_bytes)
+    return f"fused layers need all experts in main memory, which lacks {gib(missing)} for them"
 
 
 def _warnings(inventory: Inventory, hardware: Hardware, request: Request, layout: Layout) -> Iterator[str]:
@@ -239,7 +251,7 @@ def _warnings(inventory: Inventory, hardware: Hardware, request: Request, layout
 
 def _alternatives(plan: Plan) -> Iterator[Alternative]:
     request, hardware = plan.request, plan.hardware
-    for fmt in map(parse_format, ("int4", "int8")):
+    for fmt in map(parse_format, ("int4", "int4 g128", "int8")):
         if str(fmt) != str(request.expert_format):
             yield _alternative(plan, f"experts in {fmt}", hardware, replace(request, expert_format=fmt))
     ram = (hardware.ram.bytes if request.ram is None else request.ram) * 2
@@ -268,11 +280,20 @@ def _alternative(plan: Plan, change: str, hardware: Hardware, request: Request) 
         request, layout = _choose(plan.inventory, hardware, request, False)
     except (MachineError, InputError) as error:
         return Alternative(change, why=str(error))
-    rates = [
-        decode(plan.inventory, hardware, request, layout, Routing(name)).tok_s
-        for name in ("local", "uniform")
-    ]
-    return Alternative(change, rates[0], rates[1], layout.on_gpu, layout.on_disk)
+    routings = [Routing("local"), Routing("uniform")]
+    bound = [decode(plan.inventory, hardware, request, layout, one).tok_s for one in routings]
+    now = plan_today(plan.inventory, hardware, request, layout, routings)
+    expected = [None if now.why_not else step.tok_s for step in now.steps]
+    return Alternative(
+        change,
+        bound[0],
+        bound[1],
+        expected[0],
+        expected[1],
+        on_gpu=layout.on_gpu,
+        on_disk=layout.on_disk,
+        why=now.why_not,
+    )
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -304,7 +325,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "by_kind": inventory.by_kind(),
         },
         "dense": layout.dense,
-        "tiers": [_tier(t) for t in (layout.gpu, layout.ram, layout.disk) if t is not None],
+        "tiers": [_tier(t) for t in plan.today.tiers],
+        "bound_tiers": [_tier(t) for t in (layout.gpu, layout.ram, layout.disk) if t is not None],
         "experts": {
             "bytes": layout.expert_bytes,
             "gpu_share": layout.on_gpu,
@@ -313,15 +335,18 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "slots": layout.slots,
             "copies_in_ram": layout.copies,
         },
+        "fits": plan.fits,
         "decode": [_decode(d) for d in plan.decode],
+        "expected": [_decode(d) for d in plan.expected],
         "today": {
-            "loads": plan.today.why_not is None,
+            "loads": plan.fits,
             "why_not": plan.today.why_not,
             "dtype": plan.today.dtype,
             "gpu_layers": list(plan.today.gpu_layers),
             "tier": plan.today.tier,
             "fused": plan.today.fused,
             "ram_share": plan.today.ram_share,
+            "table": plan.today.table,
             **_decode(plan.today.decode),
         },
         "prefill": [_prefill(p) for p in plan.prefill],
@@ -331,6 +356,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
                 "change": a.change,
                 "local_tok_s": a.local_tok_s,
                 "uniform_tok_s": a.uniform_tok_s,
+                "expected_local": a.expected_local,
+                "expected_uniform": a.expected_uniform,
                 "gpu_share": a.on_gpu,
                 "disk_share": a.on_disk,
                 "why_not": a.why,

@@ -11,8 +11,6 @@ from hetero.plan.roofline import Term, both_rates, total_ms
 from hetero.plan.routing import distinct
 from hetero.plan.tiers import PREFILL_CHUNK, Layout, Request, one_expert_bytes
 
-GPU_CHUNK = 8192  # tokens of a chunk that streams experts
-
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
@@ -124,7 +122,7 @@ def _with_gpu(
     by_touched: list[list[Term]] = []
     by_stream: list[list[Term]] = []
     by_split: list[list[Term]] = []
-    for count in _chunks(tokens, GPU_CHUNK):
+    for count in _chunks(tokens, layout.chunk):
         work = _work(inventory, request, count)
         dense = Term("dense layers, GPU", gpu_ms(work.dense_ops))
         every = Term("dense layers and experts, GPU", gpu_ms(work.dense_ops + work.expert_ops), beside=True)

@@ -13,6 +13,7 @@ from hetero.plan.hardware import Hardware
 from hetero.plan.inventory import Inventory, Kind
 from hetero.plan.routing import Routing, misses, touched
 from hetero.plan.tiers import Layout, Request, dense_bytes, one_expert_bytes, value_width
+from hetero.plan.workspace import fused_dense_bytes
 
 FUSED_LAUNCHES = 25  # kernels of a layer when norms, projections, gates and recurrence are fused
 # Operations of a layer of transformers' modules for one token, from graphs captured of four models.
@@ -150,8 +151,11 @@ def dense_terms(
 ) -> list[Term]:
     """Dense weights that every token reads."""
     dtype = "bfloat16" if fallback and layout.dense == "int8" else layout.dense
-    unread = inventory.dense_params - inventory.read_params
-    size = dense_bytes(inventory, dtype) - unread * value_width(dtype)
+    if layout.fused and not fallback:
+        size = fused_dense_bytes(inventory, layout.dense)
+    else:
+        unread = inventory.dense_params - inventory.read_params
+        size = dense_bytes(inventory, dtype) - unread * value_width(dtype)
     if layout.gpu is not None and hardware.gpu is not None:
         return [read_term("dense layers, GPU memory", size, hardware.gpu.read_gb_s.value)]
     return [read_term("dense layers, CPU", size, hardware.ram.read_gb_s.value)]

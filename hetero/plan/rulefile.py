@@ -1,4 +1,4 @@
-"""A plan as a rule file: what of it today's operators can do, and as comments what they cannot yet."""
+"""A plan as a rule file: what of it the operators can do, and as comments what they cannot."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def rule_file(plan: Plan) -> str:
         *_comment(f"Written by hetero plan for {plan.model} on {plan.hardware.name}."),
         *(line for tier in _tiers(plan) for line in _comment(tier)),
         *_comment(
-            f"Dense layers: run with --dtype {plan.dtype}. Decode, at most: "
-            + ("" if plan.today.fused else f"{plan.today.decode.tok_s:.1f} tokens/s with these rules, ")
-            + " and ".join(f"{d.tok_s:.0f} ({d.routing} routing)" for d in plan.decode)
-            + (" as the bound, which needs:" if plan.waits else " as the bound.")
+            f"Dense layers: run with --dtype {plan.dtype}. Decode, expected: "
+            + " and ".join(f"{d.tok_s:.1f} tokens/s ({d.routing} routing)" for d in plan.expected)
+            + "; at most "
+            + " and ".join(f"{d.tok_s:.0f}" for d in plan.decode)
+            + (", the bound, which needs:" if plan.waits else ", the bound.")
         ),
         *(line for wait in plan.waits for line in _comment(f"- {wait}", indent="  ")),
         f"description: {json.dumps(f'{place}; written by hetero plan.', ensure_ascii=False)}",
@@ -40,12 +41,15 @@ def rule_file(plan: Plan) -> str:
         lines.append(f"  experts: {'keep' if plan.request.keep or fmt.kept_only else fmt}")
     if plan.today.fused is not None:
         lines.append(f"  dense: {'int8' if plan.layout.dense == 'int8' else 'bf16'}")
+        if plan.today.table:
+            lines.append(f"  table: {plan.today.table}")
         return "\n".join([*lines, f"extends: {plan.today.fused}"]) + "\n"
     if lines[-1] == "vars:":
         lines.pop()
     lines.append("rules:")
-    if plan.inventory.of(Kind.TABLE) and on_gpu:
-        lines += _rule("n-gram table", r"{name: '\.ngram_embedding$'}", "{op: keep, device: cpu}")
+    if plan.inventory.of(Kind.TABLE):
+        place = f"{{op: embedding, device: cpu, table: {{tier: {plan.today.table}}}}}"
+        lines += _rule("n-gram table", r"{name: '\.ngram_embedding$'}", place)
     if layers := plan.today.gpu_layers:
         match = f"{{class: MoeBlock, layers: '{_ranges(layers)}'}}"
         experts = '{device: "${gpu}", format: "${experts}"}'
@@ -76,8 +80,8 @@ def _rule(name: str, match: str, replace: str) -> list[str]:
 
 def _tiers(plan: Plan) -> list[str]:
     found = []
-    for tier in (plan.layout.gpu, plan.layout.ram, plan.layout.disk):
-        if tier is not None and tier.items:
+    for tier in plan.today.tiers:
+        if tier.items:
             items = ", ".join(f"{item.name} {gib(item.bytes)}" for item in tier.items)
             of = f" of {gib(tier.capacity)}" if tier.capacity is not None else ""
             found.append(f"{tier.name}: {gib(tier.used)}{of}: {items}.")

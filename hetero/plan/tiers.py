@@ -10,16 +10,29 @@ from hetero.plan.hardware import Hardware
 from hetero.plan.inventory import Inventory, Kind
 from hetero.plan.kv import sequence_bytes
 from hetero.plan.sizes import gib
+from hetero.plan.workspace import (
+    CHUNK,
+    CONTEXT,
+    LATER,
+    LEAST_CHUNK,
+    MOST_CHUNK,
+    fused_dense_bytes,
+    fuses,
+    host_bytes,
+    workspace_bytes,
+)
+from hetero.rules.embedding_options import DEFAULT_ROWS_RAM
 
 GIB, MIB = 2**30, 2**20
 CUDA_CONTEXT = 512 * MIB
 GRAPHS = 320 * MIB  # a decode graph each for 1, 2, 4, 8 and 16 rows
 STAGING = 512 * MIB  # of experts on their way to the GPU, twice a quarter of a GiB
-PROCESS = 640 * MIB  # interpreter, torch, tokenizer and the tree, before a weight
+PROCESS = 448 * MIB  # interpreter, torch, tokenizer and the tree, before a weight
 CUDA_HOST = 768 * MIB  # what CUDA's libraries take of main memory besides
-EXPERT_WORKSPACE = 256 * MIB  # of a step of the CPU's experts at most
+EXPERT_WORKSPACE = 96 * MIB  # of a step of the CPU's experts at most
 SYSTEM = 2 * GIB  # of a whole machine's memory, for everything else on it
-PREFILL_CHUNK = 512
+PREFILL_CHUNK = 512  # tokens of a prompt that transformers' modules read at once
+TABLE_WIDTH = 2  # bytes of a value of an n-gram table, which keeps the checkpoint's dtype
 LEAST_RESIDENT = 0.1  # of the experts that must lie in memory; with fewer, every token waits for the disk
 DENSE_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 EIGHT_BITS = parse_format("int8")
@@ -98,6 +111,8 @@ class Layout:
     copies: bool  # experts on the GPU lie in main memory too
     slots: int  # experts that the GPU holds
     table: str  # where the n-gram table is: "", "ram" or "disk"
+    fused: bool = False  # layers are fused by the shipped rules, whatever main memory holds
+    chunk: int = MOST_CHUNK  # tokens of a prompt that the GPU reads at once
 
     @property
     def on_disk(self) -> float:
@@ -135,6 +150,7 @@ def lay_out(inventory: Inventory, hardware: Hardware, request: Request, dense: s
     vram = _vram(hardware, request)
     ram = Tier("main memory", hardware.ram.bytes if request.ram is None else request.ram)
     ram.add("process", PROCESS + (CUDA_HOST if vram else 0))
+    fused = bool(vram) and fuses(inventory, dense)
     if request.ram is None:
         ram.add("system", SYSTEM)
     disk = Tier("disk", None)
@@ -142,11 +158,20 @@ def lay_out(inventory: Inventory, hardware: Hardware, request: Request, dense: s
     experts = all_expert_bytes(inventory, request.expert_format)
     count = sum(s.spec.num_experts for s in inventory.sites)
     gpu: Tier | None = None
-    slots, on_gpu = 0, 0.0
+    slots, on_gpu, chunk = 0, 0.0, MOST_CHUNK
     if vram:
         gpu = Tier("GPU memory", vram)
-        gpu.add("CUDA context", CUDA_CONTEXT)
-        gpu.add("workspace and graphs", GRAPHS + activations(inventory, PREFILL_CHUNK, value_width(dense)))
+        if fused:
+            weights = fused_dense_bytes(inventory, dense)
+            chunk = _chunk(inventory, request, vram - CONTEXT - LATER - weights - kept)
+            gpu.add("CUDA context and kernels", CONTEXT)
+            gpu.add("workspace and graphs", workspace_bytes(inventory, chunk))
+            gpu.add("kept free for later", LATER)
+            ram.add("embeddings", host_bytes(inventory))
+        else:
+            gpu.add("CUDA context", CUDA_CONTEXT)
+            space = activations(inventory, PREFILL_CHUNK, value_width(dense))
+            gpu.add("workspace and graphs", GRAPHS + space)
         gpu.add(f"dense layers ({dense})", weights)
         gpu.add("keys, values and states", kept)
         gpu.require(
@@ -155,10 +180,11 @@ def lay_out(inventory: Inventory, hardware: Hardware, request: Request, dense: s
             + ("" if dense == "int8" else "dense layers in 8 bits (--dense int8), ")
             + "or --vram 0 for the CPU alone",
         )
-        if count and gpu.free > STAGING:
-            slots = min(count, int((gpu.free - STAGING) // (experts / count)))
+        staging = 0 if fused else STAGING
+        if count and gpu.free > staging:
+            slots = min(count, int((gpu.free - staging) // (experts / count)))
         if slots:
-            gpu.add("staging of experts", STAGING)
+            gpu.add("staging of experts", staging)
             gpu.add(f"hot experts ({slots} of {count})", int(slots * experts / count))
             on_gpu = slots / count
     else:
@@ -166,9 +192,18 @@ def lay_out(inventory: Inventory, hardware: Hardware, request: Request, dense: s
         ram.add("keys, values and states", kept)
     ram.add("workspace", EXPERT_WORKSPACE + (0 if vram else activations(inventory, PREFILL_CHUNK, 4)))
     ram.require("the plan", "a smaller --ctx or --concurrency, or dense layers in bfloat16")
+    table = place_table(inventory, ram, disk, experts)
     in_ram, copies = _experts_in_ram(ram, disk, experts, on_gpu)
-    table = _place_table(inventory, ram, disk, value_width(dense))
-    return Layout(gpu, ram, disk, dense, experts, on_gpu, in_ram, copies, slots, table)
+    return Layout(gpu, ram, disk, dense, experts, on_gpu, in_ram, copies, slots, table, fused, chunk)
+
+
+def _chunk(inventory: Inventory, request: Request, room: int) -> int:
+    """Tokens of a prompt that a run reads at once where ``room`` bytes are left for it: as it does, half as
+    many until they fit."""
+    chunk = min(CHUNK, max(request.context, 1))
+    while workspace_bytes(inventory, chunk) > room and chunk // 2 >= LEAST_CHUNK:
+        chunk //= 2
+    return chunk
 
 
 def _vram(hardware: Hardware, request: Request) -> int:
@@ -187,13 +222,13 @@ def sequences_bytes(inventory: Inventory, request: Request, width: int) -> int:
 
 
 def activations(inventory: Inventory, tokens: int, width: int) -> int:
-    """Bytes of a forward pass beside its weights, about: a dozen tensors of the widest projection a token,
-    and one row of logits in float32."""
+    """Bytes of a forward pass beside its weights, about: eight tensors of the widest projection a token, and
+    one row of logits in float32."""
     widest = max(
         (w.shape[0] for w in inventory.weights if w.matrix and w.layer is not None and w.shape), default=0
     )
     widest = max(widest, 4 * inventory.hidden)
-    return 12 * tokens * widest * width + 8 * inventory.vocabulary
+    return 8 * tokens * widest * width + 8 * inventory.vocabulary
 
 
 def _experts_in_ram(ram: Tier, disk: Tier, experts: int, on_gpu: float) -> tuple[float, bool]:
@@ -223,13 +258,15 @@ def _experts_in_ram(ram: Tier, disk: Tier, experts: int, on_gpu: float) -> tuple
     return share, False
 
 
-def _place_table(inventory: Inventory, ram: Tier, disk: Tier, width: int) -> str:
-    """The n-gram table where it fits: in main memory in the dense layers' dtype, on disk in bfloat16."""
-    count = inventory.of(Kind.TABLE)
-    if not count:
+def place_table(inventory: Inventory, ram: Tier, disk: Tier, experts: int) -> str:
+    """The n-gram table: in main memory where that has room for it and ``experts`` bytes of experts, else on
+    disk, with some of its rows in main memory."""
+    size = TABLE_WIDTH * inventory.of(Kind.TABLE)
+    if not size:
         return ""
-    if width * count <= ram.free:
-        ram.add("n-gram table", width * count)
+    if size + experts <= ram.free:
+        ram.add("n-gram table", size)
         return "ram"
-    disk.add("n-gram table", 2 * count)
+    ram.add("rows of the n-gram table", min(size, DEFAULT_ROWS_RAM))
+    disk.add("n-gram table", size)
     return "disk"

@@ -3,21 +3,22 @@
 Where a family's layers can be fused, a GPU is there and main memory holds all experts, that is the plan
 itself, without drafts. Else dense layers are transformers' modules, run one by one, in bfloat16 at least.
 Routed experts of whole layers lie on the GPU, the others on the CPU, in main memory or on disk behind a cache
-there. N-gram tables lie in main memory.
+there. N-gram tables lie in main memory, or on disk where it has no room for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hetero.core import MachineError
 from hetero.formats import GPU_FORMATS
+from hetero.plan.estimate import estimate
 from hetero.plan.hardware import Hardware
 from hetero.plan.inventory import Inventory, Kind
 from hetero.plan.roofline import (
     Decode,
     Term,
-    decode,
     dense_terms,
     disk_terms,
     eager_operations,
@@ -27,7 +28,6 @@ from hetero.plan.roofline import (
 from hetero.plan.routing import Routing, misses, touched
 from hetero.plan.tiers import (
     CUDA_CONTEXT,
-    DENSE_WIDTH,
     GRAPHS,
     PREFILL_CHUNK,
     Layout,
@@ -36,9 +36,10 @@ from hetero.plan.tiers import (
     activations,
     dense_bytes,
     one_expert_bytes,
+    place_table,
     sequences_bytes,
 )
-from hetero.rules.defaults import fused_rules_for
+from hetero.plan.workspace import fused_rules
 
 HOP_US = 60.0  # a layer's activations to the CPU and back by blocking copies
 _RESERVED = 0.1  # of main memory, that the disk tier leaves alone
@@ -52,50 +53,65 @@ class Today:
     gpu_layers: tuple[int, ...]  # layers whose experts lie on the GPU
     tier: str  # of the other experts: ram or disk
     ram_share: float  # of the other experts that main memory holds
-    decode: Decode
+    steps: tuple[Decode, ...]  # what a decode step is expected to take, by routing
     why_not: str | None  # what keeps it from loading
     fused: str | None = None  # the rule file that fuses the model's layers
+    table: str = ""  # where an n-gram table is: ram or disk
+    tiers: tuple[Tier, ...] = ()  # GPU memory, main memory, disk, as far as they are used
+
+    @property
+    def decode(self) -> Decode:
+        """By local routing."""
+        return next(step for step in self.steps if step.routing == "local")
 
 
-def plan_today(inventory: Inventory, hardware: Hardware, request: Request, layout: Layout) -> Today:
-    """What can be run, within the memory of ``layout``."""
+def plan_today(
+    inventory: Inventory, hardware: Hardware, request: Request, layout: Layout, routings: Sequence[Routing]
+) -> Today:
+    """What can be run, within the memory of ``layout``. ``routings``: local among them."""
     if (fused := _fused(inventory, layout)) is not None:
-        step = decode(inventory, hardware, replace(request, draft=0), layout, Routing("local"))
-        return Today("bfloat16", (), "ram", 1.0, step, None, fused)
+        steps = tuple(estimate(inventory, hardware, request, layout, one) for one in routings)
+        tiers = tuple(tier for tier in (layout.gpu, layout.ram, layout.disk) if tier is not None)
+        return Today("bfloat16", (), "ram", 1.0, steps, None, fused, layout.table, tiers)
     dtype = "bfloat16" if layout.dense == "int8" else layout.dense
-    gpu_layers, why_not = _on_gpu(inventory, request, layout, dtype)
-    share, missing = _in_ram(inventory, request, layout, dtype, gpu_layers)
+    gpu, gpu_layers, why_not = _on_gpu(inventory, request, layout, dtype)
+    ram, disk = Tier(layout.ram.name, layout.ram.capacity), Tier(layout.disk.name, None)
+    share, table, missing = _in_ram(inventory, request, layout, gpu_layers, ram=ram, disk=disk)
+    run = replace(layout, table=table)
     return Today(
         dtype=dtype,
         gpu_layers=gpu_layers,
         tier="ram" if share >= 1.0 else "disk",
         ram_share=share,
-        decode=_decode(inventory, hardware, request, layout, gpu_layers=gpu_layers, share=share),
+        steps=tuple(
+            modules_step(inventory, hardware, request, run, one, gpu_layers=gpu_layers, share=share)
+            for one in routings
+        ),
         why_not=why_not or missing,
+        table=table,
+        tiers=tuple(tier for tier in (gpu, ram, disk) if tier is not None),
     )
 
 
 def _fused(inventory: Inventory, layout: Layout) -> str | None:
     """The rule file that fuses the layers; None where that cannot be."""
-    fits = layout.copies and layout.in_ram >= 1.0 and layout.table != "disk"
-    if layout.gpu is None or not inventory.sites or not fits or layout.dense not in ("bfloat16", "int8"):
-        return None
-    return fused_rules_for(inventory.model_type)
+    fits = layout.fused and layout.copies and layout.in_ram >= 1.0
+    return fused_rules(inventory.model_type) if fits else None
 
 
 def _on_gpu(
     inventory: Inventory, request: Request, layout: Layout, dtype: str
-) -> tuple[tuple[int, ...], str | None]:
-    """Layers whose experts the GPU holds, and why the rest does not fit it."""
+) -> tuple[Tier | None, tuple[int, ...], str | None]:
+    """GPU memory, the layers whose experts it holds, and why the rest does not fit it."""
     if layout.gpu is None:
-        return (), None
+        return None, (), None
     gpu = Tier(layout.gpu.name, layout.gpu.capacity)
     gpu.add("CUDA context", CUDA_CONTEXT)
     gpu.add("workspace", GRAPHS + activations(inventory, PREFILL_CHUNK, 2))
     gpu.add(f"dense layers ({dtype})", dense_bytes(inventory, dtype))
     gpu.add("keys, values and states", sequences_bytes(inventory, request, 2))
     if message := _shortage(gpu):
-        return (), message
+        return gpu, (), message
     layers: list[int] = []
     free = gpu.free
     for site in inventory.sites:
@@ -110,18 +126,24 @@ def _on_gpu(
         if size <= free:
             layers.append(site.layer)
             free -= size
-    return tuple(layers), None
+    gpu.add(f"experts of {len(layers)} of {len(inventory.sites)} layers", gpu.free - free)
+    return gpu, tuple(layers), None
 
 
 def _in_ram(
-    inventory: Inventory, request: Request, layout: Layout, dtype: str, gpu_layers: tuple[int, ...]
-) -> tuple[float, str | None]:
-    """Share of the CPU's experts that main memory holds, and what keeps the model out of it."""
-    ram = Tier(layout.ram.name, layout.ram.capacity)
+    inventory: Inventory,
+    request: Request,
+    layout: Layout,
+    gpu_layers: tuple[int, ...],
+    *,
+    ram: Tier,
+    disk: Tier,
+) -> tuple[float, str, str | None]:
+    """Fill main memory and disk: the share of the CPU's experts that main memory holds, where the n-gram
+    table is, and what keeps the model out of them."""
     for item in layout.ram.items:
-        if item.name not in ("experts", "n-gram table"):
+        if item.name not in ("experts", "embeddings") and "n-gram table" not in item.name:
             ram.add(item.name, item.bytes)
-    ram.add("n-gram table", DENSE_WIDTH[dtype] * inventory.of(Kind.TABLE))
     largest = max(
         (w.params for w in inventory.weights if w.kind not in (Kind.EXPERTS, Kind.TABLE)), default=0
     )
@@ -130,14 +152,18 @@ def _in_ram(
     sizes = [one_expert_bytes(s.spec, request.expert_format) for s in sites]
     experts = sum(s.spec.num_experts * size for s, size in zip(sites, sizes, strict=True))
     least = sum(s.spec.top_k * size for s, size in zip(sites, sizes, strict=True))
+    table = place_table(inventory, ram, disk, experts)
     if ram.free >= experts:
-        return 1.0, None
+        ram.add("experts", experts)
+        return 1.0, table, None
     room = ram.free - int(_RESERVED * (ram.capacity or 0))
+    ram.add("a tenth left alone", int(_RESERVED * (ram.capacity or 0)))
     if room < least:
         ram.add("the experts of one token", least)
-        ram.add("a tenth left alone", int(_RESERVED * (ram.capacity or 0)))
-        return 0.0, _shortage(ram)
-    return room / experts, None
+        return 0.0, table, _shortage(ram)
+    ram.add("experts", room)
+    disk.add("experts", experts - room)
+    return room / experts, table, None
 
 
 def _shortage(tier: Tier) -> str | None:
@@ -148,17 +174,19 @@ def _shortage(tier: Tier) -> str | None:
     return None
 
 
-def _decode(
+def modules_step(
     inventory: Inventory,
     hardware: Hardware,
     request: Request,
     layout: Layout,
+    routing: Routing,
     *,
-    gpu_layers: tuple[int, ...],
-    share: float,
+    gpu_layers: tuple[int, ...] = (),
+    share: float = 1.0,
 ) -> Decode:
-    """A step without drafts, cache, PCIe share or graph, by local routing."""
-    streams, routing = request.concurrency, Routing("local")
+    """A step of transformers' modules: without drafts, cache, PCIe share or graph. ``gpu_layers``: whose
+    experts lie on the GPU; ``share``: of the others, that main memory holds."""
+    streams = request.concurrency
     terms = [*dense_terms(inventory, hardware, layout, fallback=True)]
     terms.append(kept_term(inventory, hardware, request, layout))
     operations = eager_operations(inventory)
@@ -180,6 +208,6 @@ def _decode(
     if layout.gpu is not None:
         hops = len(inventory.sites) - len(gpu_layers)
         terms.append(Term("copies to the CPU and back", hops * HOP_US / 1e3))
-    terms += [t for t in disk_terms(inventory, hardware, layout, from_disk, streams) if "table" not in t.name]
+    terms += disk_terms(inventory, hardware, layout, from_disk, streams)
     hits = len(gpu_layers) / len(inventory.sites) if inventory.sites else 0.0
-    return Decode("local", hits, tuple(t for t in terms if t.ms > 0), float(streams))
+    return Decode(routing.name, hits, tuple(t for t in terms if t.ms > 0), float(streams))

@@ -2,132 +2,35 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 
 from hetero import cpu
-from hetero.core import InputError
 from hetero.cpu import CpuExperts
-from hetero.engine.gpu.loading import CHUNK, ROWS, GpuOptions
+from hetero.engine.gpu.loading import ROWS, GpuOptions
 from hetero.engine.load import Loaded, load_model
 from hetero.engine.synthetic import load_synthetic
-from hetero.formats import Format
 from hetero.hw.cpu import identity
-from hetero.hw.nvml import free_bytes
+from hetero.plan.hardware import Hardware
 from hetero.plan.inventory import Inventory
-from hetero.plan.planner import as_dict, make_plan
-from hetero.plan.tiers import Request
+from hetero.plan.workspace import CHUNK
 from hetero.report.bandwidth import CpuReads, GpuReads, Rates, measure, threads_within
 from hetero.report.bench import VERSION, Bench, Series, cpu_facts, spread
+from hetero.report.bench_memory import HostMemory, Memory, require_memory
+from hetero.report.bench_options import DENSE_CPU, GPU, Options
+from hetero.report.bench_plan import against_plan
 from hetero.report.bench_runs import FusedRun, ModulesRun
 from hetero.report.bench_trace import traced
 from hetero.report.bound import Bound, hardware_of
 from hetero.rules import load_rules
 
-if TYPE_CHECKING:
-    from hetero.model.shapes import ModelRef
-
-GPU = "cuda:0"
-DENSE_GPU = ("bfloat16", "int8", "int4")
-DENSE_CPU = ("float32", "bfloat16", "float16")
 _PACKED = {"bfloat16": "bf16"}  # as a rule calls it
 _DTYPES = {word: word for word in DENSE_CPU}  # of tensors that no operator packs
-_POLL_S = 1.0  # torch gives back little of what it takes, and asking takes time from the experts
 _FORCED = 32  # tokens of a prompt, and behind it, by which two logits are compared
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What is loaded, and where. ``config`` is that of ``model``, cut to ``layers`` where these are given."""
-
-    model: ModelRef
-    config: Mapping[str, Any]
-    fmt: Format
-    dense: str
-    gpu: bool
-    rules: str  # a path, or the name of a shipped file
-    vram: int | None = None
-    cache: str = "auto"
-    shares: tuple[float | None, ...] = (None,)  # None: as the rules' "auto" decides
-    handoff: str = "auto"
-    threads: int | None = None
-    cpu_gb_s: float | None = None  # fewer threads, until they read no more than this
-    isa: str = "auto"
-    layers: int | None = None
-    serial: bool = False
-    wait: str = "nap"
-    chunk: int | None = None
-    defer: int = 0  # of a token's experts, added one layer later
-    turns: bool | None = None  # whether halves of a prompt's chunk take turns; None: as the experts say
-    prefill_by: str = "auto"  # of tiers.STRATEGIES
-    trace: Path | None = None  # steps and prompts once more, recorded
-    overrides: Mapping[str, str] | None = None
-
-
-def free_memory() -> int | None:
-    """Of the GPU, by the driver's management library, which makes no context."""
-    return free_bytes(0)
-
-
-class Memory:
-    """What this process takes of a GPU, looked at again and again: what is free by the driver's management
-    library, less what was free before. Make it before the process uses the device; where the library is
-    missing, CUDA tells what is free, and the context counts as there before."""
-
-    def __init__(self, cap: int | None, free: Callable[[], int | None] = free_memory) -> None:
-        self.cap, self._free = cap, free
-        found = free()
-        self.source = "NVML" if found is not None else "CUDA"
-        self.free_before = self._cuda_free() if found is None else found
-        self.peak = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="hetero-vram", daemon=True)
-
-    @staticmethod
-    def _cuda_free() -> int:
-        return int(torch.cuda.mem_get_info(GPU)[0])
-
-    def _watch(self) -> None:
-        while not self._over.wait(_POLL_S):
-            self.look()
-
-    def look(self) -> int:
-        """Bytes now."""
-        free = self._free() if self.source == "NVML" else None
-        used = max(0, self.free_before - (self._cuda_free() if free is None else free))
-        self.peak = max(self.peak, used)
-        return used
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        self._thread.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            self._thread.join()
-            self.look()
-
-    def as_dict(self) -> dict[str, Any]:
-        total = int(torch.cuda.mem_get_info(GPU)[1])
-        return {
-            "source": self.source,
-            "cap": self.cap,
-            "peak": self.peak,
-            "now": self.look(),
-            "used_by_others_before": max(0, total - self.free_before),
-            "device_total": total,
-            "torch_reserved_peak": torch.cuda.max_memory_reserved(GPU),
-            "torch_allocated_peak": torch.cuda.max_memory_allocated(GPU),
-            "under_cap": None if self.cap is None else self.peak <= self.cap,
-        }
 
 
 def bench(
@@ -154,6 +57,7 @@ class _Benching:
         self.options, self.series, self.inventory = options, series, inventory
         self.say, self.save = say, save
         self.memory: Memory | None = None
+        self.host = HostMemory()
         self.result: dict[str, Any] = {}
         self.rates = Rates()
         self.began = time.perf_counter()
@@ -162,11 +66,15 @@ class _Benching:
     def run(self) -> dict[str, Any]:
         options = self.options
         self.memory = Memory(options.vram) if options.gpu else None
+        require_memory(options, self.series, self.inventory)
         with nullcontext() if self.memory is None else self.memory.watched():
             loaded = self._load()
             runner = loaded.runnable.runner
             run = ModulesRun(loaded.runnable.model) if runner is None else FusedRun(runner)
             self._measure(run, loaded)
+        self._keep()
+        if options.plan:
+            self._keep(plan=against_plan(self.result, options, self.series, self.inventory, self._rates()))
         self._keep(complete=True)
         return self.result
 
@@ -176,6 +84,7 @@ class _Benching:
             "rates": {name: spread(rounds) for name, rounds in vars(self.rates).items() if rounds},
             "cpu": cpu_facts(),
             "notes": self.notes,
+            "host_memory": self.host.as_dict(),
             **({} if self.memory is None else {"gpu_memory": self.memory.as_dict()}),
             **more,
         }
@@ -203,9 +112,7 @@ class _Benching:
         if options.cpu_gb_s is not None:
             reads = CpuReads(_experts(loaded.runnable.model))
             found = threads_within(options.cpu_gb_s, reads, cpu.threads())
-            self.notes.append(
-                f"the CPU is held to {found} threads, which read {options.cpu_gb_s:g} GB/s at most"
-            )
+            self.notes.append(_held(found, options.cpu_gb_s, reads))
         return loaded
 
     def _overrides(self) -> dict[str, str]:
@@ -320,17 +227,23 @@ class _Benching:
             "dense_ms": {},
         }
 
-    def _bound(self, run: ModulesRun | FusedRun) -> Bound:
+    def _rates(self) -> Hardware:
+        """This machine as the run has measured it."""
         gpu = torch.cuda.get_device_name(GPU) if self.options.gpu else None
         size = torch.cuda.get_device_properties(GPU).total_memory if self.options.gpu else 0
+        return hardware_of(self.rates, gpu, size)
+
+    def _bound(self, run: ModulesRun | FusedRun) -> Bound:
         return Bound(
             inventory=self.inventory,
-            hardware=hardware_of(self.rates, gpu, size),
+            hardware=self._rates(),
             fmt=self.options.fmt,
             dense=self.options.dense,
             slots=self._slots(run),
             vram=self.options.vram,
             shared=self.options.shares != (0.0,),
+            fused=isinstance(run, FusedRun),
+            chunk=self.options.chunk or CHUNK,
         )
 
     @staticmethod
@@ -363,31 +276,19 @@ class _Benching:
         }
 
 
-def predicted(
-    name: str, plan_for: Any, inventory: Inventory, options: Options, series: Series
-) -> dict[str, Any]:
-    """What the plan says of another machine with the same request. ``plan_for``: its profile."""
-    asked = Request(
-        options.fmt,
-        vram=options.vram,
-        context=series.context,
-        concurrency=series.batches[0],
-        dense=options.dense,
-    )
-    made = make_plan(name, inventory, plan_for, asked, alternatives=False)
-    told = as_dict(made)
-    return {key: told[key] for key in ("hardware", "decode", "prefill", "experts", "dense")}
+def _held(threads: int, cap: float, reads: CpuReads) -> str:
+    """What the cap has come to, by one more read."""
+    rate = reads.gb_s()
+    within = f"the CPU is held to {threads} threads, which read {rate:.0f} GB/s now"
+    if threads == 1 and rate > cap:
+        return f"{within}: more than --cpu-gbps-cap {cap:g}, but there are no fewer threads than one"
+    return f"{within} (--cpu-gbps-cap {cap:g})"
 
 
 def _experts(model: Any) -> list[CpuExperts]:
     """The experts that the CPU has, layer by layer."""
     found = (getattr(module, "backend", None) for module in model.modules())
     return [one for one in found if isinstance(one, CpuExperts)]
-
-
-def fuses(rules: str) -> bool:
-    """Whether a rule file makes steps of fused layers, with variables for what the options say of them."""
-    return {"dense", "cache", "share"} <= load_rules(rules).variables.keys()
 
 
 def _extra(run: ModulesRun | FusedRun) -> Callable[[int], dict[str, Any]]:
@@ -432,27 +333,3 @@ def _hardware(gpu: bool) -> dict[str, Any]:
         except Exception as error:  # an identity without it is one all the same
             found["driver_cuda"] = str(error)
     return found
-
-
-def check_options(options: Options) -> None:
-    """Raises InputError for options that do not go together."""
-    given = {
-        "--cache": options.cache != "auto",
-        "--share": options.shares != (None,),
-        "--serial": options.serial,
-        "--defer": options.defer > 0,
-        "--turns": options.turns is not None,
-        "--prefill-by": options.prefill_by != "auto",
-    }
-    named = [name for name, is_given in given.items() if is_given]
-    if not options.gpu and (named or options.vram):
-        raise InputError(f"{', '.join(named or ['--vram'])}: of a GPU, and there is none")
-    variables = load_rules(options.rules).variables
-    if named and not fuses(options.rules):
-        raise InputError(f"{', '.join(named)}: of fused layers, and {options.rules} says nothing of such")
-    if options.defer and "defer" not in variables:
-        raise InputError(f"--defer: {options.rules} has no variable for it (experts: {{defer: N}})")
-    known = DENSE_CPU if not options.gpu else DENSE_GPU if fuses(options.rules) else DENSE_GPU[:1]
-    if options.dense not in known:
-        where = "without a GPU" if not options.gpu else f"with {options.rules}"
-        raise InputError(f"--dense {options.dense}: must be one of {', '.join(known)} {where}")

@@ -50,8 +50,9 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     for line in _memory(result.get("gpu_memory")):
         say(line)
     for one in result.get("predicted", ()):
-        told = ", ".join(f"{d['tok_s']:.0f} tok/s {d['routing']}" for d in one["decode"])
-        say(f"predicted, not measured, on {one['hardware']}: {told}")
+        say(_predicted(one))
+    for line in _against_plan(result.get("plan")):
+        say(line)
     for note in result["notes"]:
         say(f"note: {note}")
 
@@ -124,6 +125,41 @@ def _prefill(series: list[dict[str, Any]]) -> Table:
             "" if bound is None else bound["way"],
         )
     return table
+
+
+def _predicted(one: Mapping[str, Any]) -> str:
+    """Of another machine: what is expected there, and the bound."""
+    where = one["hardware"] + (f", {one['layers']} layers" if one["layers"] else "")
+    if not one["fits"]:
+        return f"predicted, not measured, on {where}: does not fit"
+    bounds = {d["routing"]: d["tok_s"] for d in one["decode"]}
+    told = ", ".join(
+        f"{d['tok_s']:.3g} tok/s {d['routing']} (at most {bounds[d['routing']]:.3g})" for d in one["expected"]
+    )
+    return f"predicted, not measured, on {where}: {told}"
+
+
+def _against_plan(plan: Mapping[str, Any] | None) -> Iterator[str]:
+    """The plan of this run beside what was measured."""
+    if plan is None:
+        return
+    for one in plan["memory"]:
+        yield (
+            f"plan: {one['tier']} {gib(one['planned'])}, measured {gib(one['measured'])} "
+            f"({_off(one['planned'], one['measured'])})"
+        )
+    slots = plan["slots"]
+    if slots is not None:
+        off = _off(slots["planned"], slots["measured"])
+        yield f"plan: {slots['planned']} experts in GPU memory, measured {slots['measured']} ({off})"
+    for one in plan["decode"]:
+        what = f"{one['routing']} routing, {one['rows']} rows"
+        off = _off(one["expected_tok_s"], one["measured_tok_s"])
+        yield f"plan: {what}: {one['expected_tok_s']:.1f} tok/s, measured {one['measured_tok_s']:.1f} ({off})"
+
+
+def _off(planned: float, measured: float) -> str:
+    return "nothing measured" if not measured else f"{planned / measured - 1:+.1%}"
 
 
 def _memory(told: Mapping[str, Any] | None) -> Iterator[str]:

@@ -14,6 +14,7 @@ from hetero.plan.prefill import Prefill, prefill
 from hetero.plan.roofline import Decode, decode
 from hetero.plan.routing import Routing
 from hetero.plan.tiers import Layout, Request, Tier, all_expert_bytes
+from hetero.plan.workspace import CHUNK
 from hetero.report.bandwidth import Rates
 
 _HERE = "measured in this run"
@@ -92,6 +93,8 @@ class Bound:
     slots: int
     vram: int | None = None
     shared: bool = True
+    fused: bool = False
+    chunk: int = CHUNK  # tokens of a prompt that the GPU reads at once
 
     def decode(self, routing: str, streams: int, context: int, hits: float | None = None) -> Decode:
         """The bound of a step. ``routing``: a kind of table; a router of random weights chooses like
@@ -130,4 +133,6 @@ class Bound:
             copies=True,
             slots=self.slots,
             table="",
+            fused=self.fused,
+            chunk=self.chunk,
         )

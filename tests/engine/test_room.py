@@ -13,8 +13,6 @@ from hetero.engine.gpu import loading
 from hetero.engine.gpu.loading import GpuOptions, gpu_options
 from hetero.engine.gpu.room import (
     FEW,
-    LATER,
-    LEAST_CHUNK,
     LONGEST,
     SHORTEST,
     STATES,
@@ -25,7 +23,9 @@ from hetero.engine.gpu.room import (
     first_slots,
 )
 from hetero.engine.gpu.vram import CONTEXT, MARGIN, MODULES, Vram
+from hetero.plan import workspace
 from hetero.plan.kv import sequence_bytes, states
+from hetero.plan.workspace import LATER, LEAST_CHUNK
 from hetero.rules.gpu_options import parse_cache
 
 GIB = 1 << 30
@@ -270,7 +270,7 @@ def test_options_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETERO_PREFILL_CHUNK", "77")
     assert gpu_options(None, slots=1, context=None, kv_tokens=9, handoff="auto").chunk == 77
     monkeypatch.setenv("HETERO_PREFILL_CHUNK", "70000")
-    assert gpu_options(None, slots=1, context=None, kv_tokens=9, handoff="auto").chunk == loading.MOST_CHUNK
+    assert gpu_options(None, slots=1, context=None, kv_tokens=9, handoff="auto").chunk == workspace.MOST_CHUNK
     with pytest.raises(InputError, match="--handoff thread: must be one of auto, memop, spin, hostfunc"):
         gpu_options(None, slots=1, context=None, kv_tokens=None, handoff="thread")
 

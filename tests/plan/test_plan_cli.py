@@ -59,17 +59,17 @@ def test_the_text_says_what_where_and_how_fast() -> None:
     result = call(FLAGSHIP, "--hardware", "rtx4090-7950x", "--vram", "24GiB")
     assert result.exit_code == 0
     for words in (
-        "176.9 billion weights, 6.67 billion a token",
-        "hot experts (",
+        "fits rtx4090-7950x: ",
+        "125.7 billion weights, 6.67 billion a token, and 51.2 billion of an n-gram table",
+        "experts of 10 of 48 layers",
         "n-gram table",
         "experts, PCIe *",
         "bound, local routing:",
         "bound, uniform routing:",
-        "today:",
-        "prefill of 512 tokens:",
+        "expected, local routing:",
+        "bound, prefill of 512 tokens:",
         "experts in int8 g32",
-        "the bound needs what a run with today's rules lacks:",
-        "the rules as they can be written now do not fit:",
+        "the bound needs what a run with the rules of this plan lacks:",
         "from data sheets: ",
     ):
         assert words in result.output, words
@@ -86,6 +86,8 @@ def test_json_and_files(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     told = json.loads(result.output)
     assert (told["kind"], told["hardware"], told["request"]["draft"]) == ("hetero-plan", "paper", 2)
+    assert told["fits"]
+    assert [d["routing"] for d in told["expected"]] == ["counts", "local", "uniform"]
     assert [d["routing"] for d in told["decode"]] == ["counts", "local", "uniform"]
 
 
@@ -155,6 +157,32 @@ def test_what_does_not_fit_exits_with_3() -> None:
     assert "4.0 GiB is available" in told
     told = refused(3, FLAGSHIP, "--hardware", "rtx4090-7950x", "--ram", "1GiB")
     assert "1.0 GiB is available" in told
+
+
+def test_rules_that_do_not_load_are_told_first_and_exit_with_3(tmp_path: Path) -> None:
+    """The bound's layout fits, and no rules that can be written do."""
+    args = (FLAGSHIP, "--hardware", "rtx4090-7950x", "--vram", "10GiB", "--ram", "48GiB")
+    done = call(*args)
+    assert done.exit_code == 3
+    first = done.output.splitlines()[0]
+    assert first.startswith("does NOT fit rtx4090-7950x: ")
+    assert "expected, local routing" not in done.output
+    told = call(*args, "--json")
+    assert told.exit_code == 3
+    assert json.loads(told.stdout)["fits"] is False
+    assert json.loads(told.stdout)["today"]["why_not"] is not None
+
+
+def test_the_first_line_is_the_verdict() -> None:
+    done = call(FLAGSHIP, "--hardware", "rtx4090-7950x", "--ram", "128GiB")
+    assert done.exit_code == 0
+    head = " ".join(done.output.split())[:400]
+    for words in (
+        "fits rtx4090-7950x: ",
+        "tokens/s expected, layers fused by qwen-gpu",
+        "the n-gram table on disk",
+    ):
+        assert words in head, words
 
 
 def test_counts_that_are_none(tmp_path: Path) -> None:

@@ -21,10 +21,11 @@ from hetero.engine.synthetic import load_synthetic
 from hetero.formats import parse_format
 from hetero.model.shapes import resolve_model
 from hetero.plan import families
-from hetero.report import bandwidth, bench_load
+from hetero.report import bandwidth, bench_load, bench_memory, bench_options
 from hetero.report.bandwidth import CpuReads, Rates, threads_within
 from hetero.report.bench import Bench, Series, spread
-from hetero.report.bench_load import Memory, Options
+from hetero.report.bench_memory import Memory, require_memory
+from hetero.report.bench_options import Options
 from hetero.report.bench_runs import Counts, ModulesRun
 from hetero.report.bench_text import show
 from hetero.report.bound import Bound, hardware_of
@@ -69,7 +70,7 @@ SHORT = ("--no-gpu", "--context", 12, "--tokens", 4, "--runs", 2, "--threads", 1
 
 def test_a_shape_is_measured(shape: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    options = ("--routing", "local,router", "--batch", "1,2", "--prefill", "5", "--json", out)
+    options = ("--routing", "local,router", "--batch", "1,2", "--prefill", "5", "--plan", "--json", out)
     done = call(f"synthetic:{shape}", *SHORT, *options, "--predict", "rtx4090-7950x")
     assert done.exit_code == 0, done.output
     for words in ("of bound", "local routing:", "predicted, not measured, on rtx4090-7950x", "CPU reads"):
@@ -100,6 +101,22 @@ def test_a_shape_is_measured(shape: Path, tmp_path: Path) -> None:
     assert found["tables"]["local"]["rows"] == 2
     assert "gpu_memory" not in found
     assert found["complete"]
+    plan = found["plan"]
+    (host,) = plan["memory"]
+    assert host["measured"] >= 100 << 20
+    assert host["ratio"] == host["planned"] / host["measured"]
+    assert plan["slots"] is None
+    assert [(one["routing"], one["rows"]) for one in plan["decode"]] == [
+        (one["routing"], one["rows"]) for one in found["decode"]
+    ]
+    for one, series in zip(plan["decode"], found["decode"], strict=True):
+        assert one["measured_tok_s"] == series["tok_s"]["median"]
+        assert one["expected_tok_s"] == pytest.approx(
+            1e3 * one["rows"] / sum(term["ms"] for term in one["terms"])
+        )
+        assert one["expected_tok_s"] < series["bound"]["tok_s"]
+    assert "plan: main memory" in done.stdout
+    assert "plan: local routing, 2 rows:" in done.stdout
 
 
 def test_what_was_measured_is_kept_where_a_later_part_fails(
@@ -157,6 +174,9 @@ def test_a_table_can_be_kept_and_replayed(shape: Path, tmp_path: Path) -> None:
         (("--format", "q4_k"), "--format q4_k: weights cannot be turned into 'q4_k'"),
         (("--format", "int3"), "--format int3: unknown weight format 'int3'"),
         (("--serial", "--share", "0"), "--share, --serial: of a GPU, and there is none"),
+        (("--handoff", "spin"), "--handoff: of a GPU, and there is none"),
+        (("--modules",), "--modules: contradicts --no-gpu"),
+        (("--modules", "--rules", "default-cpu"), "--modules: contradicts --rules"),
         (("--vram", "24GiB"), "--vram: of a GPU, and there is none"),
         (("--defer", "-1"), "--defer -1: must be 0 or more"),
         (("--turns", "no"), "--turns no: must be one of auto, on, off"),
@@ -178,6 +198,52 @@ def test_bad_options_are_told(shape: Path, options: tuple[str, ...], said: str) 
     assert done.exit_code == 2, done.output
     assert said in done.stderr
     assert "Traceback" not in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_options_of_a_gpu_where_there_is_none_are_told(shape: Path) -> None:
+    for options, names in (
+        (("--vram", "8GiB"), "--vram"),
+        (("--modules",), "--modules"),
+        (("--handoff", "spin", "--vram", "8GiB"), "--vram, --handoff"),
+    ):
+        done = call(f"synthetic:{shape}", *options)
+        assert done.exit_code == 3, done.output
+        assert f"{names}: of a GPU, and torch sees none here" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_does_not_fit_is_refused_before_it_is_filled(shape: Path) -> None:
+    done = call("synthetic:qwen3-30b-a3b", "--no-gpu", "--ram", "8GiB", "--tokens", 4, "--context", 64)
+    assert done.exit_code == 3, done.output
+    assert "qwen3-30b-a3b needs" in done.stderr
+    for words in ("of main memory (", "dense layers (float32) 5.", "experts 15.", "fewer --layers"):
+        assert words in done.stderr, words
+    assert "Traceback" not in done.output
+
+
+def test_a_gpu_that_is_too_small_is_told_before_it_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = resolve_model("synthetic:qwen3.8-flash-next-125b")
+    inventory = families.inventory(model.config)
+    assert inventory is not None
+    rules = str(default_rules_for("qwen4_exp", True))
+    told = bench_memory.memory.Available(120 << 30, "a test")
+    monkeypatch.setattr(bench_memory.memory, "available", lambda: told)
+    monkeypatch.setattr(bench_memory, "_gpu_bytes", lambda options: options.vram)
+    options = Options(model, model.config, parse_format("int4"), "int8", True, rules, vram=24 << 30)
+    require_memory(options, Series(), inventory)
+    small = replace(options, vram=6 << 30)
+    with pytest.raises(
+        MachineError, match=r"125b needs .* of GPU memory .*6\.0 GiB is available .*--vram 6\.0"
+    ):
+        require_memory(small, Series(), inventory)
+    # The same as transformers' modules, whose dense layers have 16 bits.
+    modules = replace(options, rules="default-gpu", dense="bfloat16", vram=9 << 30)
+    with pytest.raises(MachineError, match=r"dense layers \(bfloat16\) 9\.2 GiB"):
+        require_memory(modules, Series(), inventory)
+    monkeypatch.setattr(bench_memory.memory, "available", lambda: bench_memory.memory.Available(1 << 36, "x"))
+    with pytest.raises(MachineError, match=r"of main memory .*experts 63\.3 GiB.*64\.0 GiB is available"):
+        require_memory(options, Series(), inventory)
 
 
 def test_an_unknown_shape_is_told() -> None:
@@ -369,14 +435,14 @@ def test_a_gpus_plain_read_reads_everything(generator: torch.Generator) -> None:
 )
 def test_the_options_are_variables_of_the_shipped_rules(family: str, fused: bool) -> None:
     gpu = str(default_rules_for(family, True))
-    assert bench_load.fuses(gpu) == fused
-    assert not bench_load.fuses(str(default_rules_for(family, False)))
+    assert bench_options.fuses(gpu) == fused
+    assert not bench_options.fuses(str(default_rules_for(family, False)))
     given: dict[str, Any] = {"cache": "8GiB", "shares": (0.25, 0.5)} if fused else {}
     dense = "int8" if fused else "bfloat16"
     options = Options(
         resolve_model("synthetic:qwen3-30b-a3b"), {}, parse_format("int4"), dense, True, gpu, **given
     )
-    bench_load.check_options(options)
+    bench_options.check_options(options)
     found = bench_load._Benching(options, Series(), None, print, print)._overrides()  # type: ignore[arg-type]
     wanted = {"experts": "int4 g32"}
     more = {"dense": "int8", "cache": "8GiB", "share": "0.25", "defer": "0"}
@@ -387,9 +453,9 @@ def test_the_options_are_variables_of_the_shipped_rules(family: str, fused: bool
         assert found == more | {"experts": "int8", "dense": "bf16", "share": "auto"}
     else:
         with pytest.raises(InputError, match="--share: of fused layers"):
-            bench_load.check_options(options)
+            bench_options.check_options(options)
         with pytest.raises(InputError, match="--dense int8: must be one of bfloat16 with"):
-            bench_load.check_options(replace(options, shares=(None,), dense="int8"))
+            bench_options.check_options(replace(options, shares=(None,), dense="int8"))
 
 
 def test_peak_memory_is_looked_at_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +464,7 @@ def test_peak_memory_is_looked_at_until_the_end(monkeypatch: pytest.MonkeyPatch)
     def told() -> int:
         return free.pop(0) if len(free) > 1 else free[0]
 
-    monkeypatch.setattr(bench_load, "_POLL_S", 0.005)
+    monkeypatch.setattr(bench_memory, "_POLL_S", 0.005)
     memory = Memory(8, told)
     with memory.watched():
         while len(free) > 1:
@@ -441,7 +507,7 @@ def test_options_of_a_gpu_are_kept_from_a_cpu(shape: Path) -> None:
     ref = resolve_model(f"synthetic:{shape}")
     options = Options(ref, SMALL, parse_format("int4"), "float32", False, "default-cpu", cache="0")
     with pytest.raises(InputError, match="--cache: of a GPU"):
-        bench_load.check_options(options)
+        bench_options.check_options(options)
 
 
 def test_a_table_for_another_model_is_refused(tmp_path: Path, shape: Path) -> None:

@@ -15,6 +15,7 @@ from hetero.config import settings
 from hetero.core import InputError, MachineError
 from hetero.engine.gpu.vram import Vram
 from hetero.model.build import is_experts
+from hetero.plan.workspace import CHUNK, MOST_CHUNK
 from hetero.rules import Assignment, Placement
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ ROWS = (1, 2, 4, 8, 16)
 
 FUSED_DTYPE = "bfloat16"
 """Of dense layers in fused steps."""
-
-CHUNK, MOST_CHUNK = 4096, 8192
-"""Tokens of a prompt that are read at once where nobody says how many, and the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +77,10 @@ class Graphs:
         devices = sorted({one.device for one in placement.assignments if one.device != "cpu"})
         if not devices and self._options.vram is not None:
             raise InputError("--vram: the rules place nothing on a GPU")
+        if self._device is None and self._options.handoff != "auto":
+            raise InputError(
+                f"--handoff {self._options.handoff}: of fused layers, and the rules fuse none ('op: fused')"
+            )
         capped = devices if self._options.vram is not None else [self._device] if self._device else []
         self._memory = {one: Vram(one, self._options.vram) for one in capped}
         for memory in self._memory.values():

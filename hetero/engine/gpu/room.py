@@ -18,6 +18,7 @@ from hetero.core import MachineError
 from hetero.engine.gpu.vram import Vram
 from hetero.hw.memory import gib
 from hetero.plan.kv import sequence_bytes, states
+from hetero.plan.workspace import LATER, LEAST_CHUNK
 from hetero.rules.gpu_options import CacheSize
 
 log = logging.getLogger("hetero.engine")
@@ -30,15 +31,8 @@ SHORTEST = 2048
 STATES = 4
 """Where nobody says how long sequences may be, their states take at most this part of what is left."""
 
-LATER = 192 << 20
-"""Bytes that no cache takes: kernels that the driver loads when they are first used, what sampling takes, the
-graph of a step that is recorded, and what torch's blocks do not fill."""
-
 FEW = 8
 """Slots of a layer while the rest is measured: as many as kernels need to be those of a large cache."""
-
-LEAST_CHUNK = 256
-"""Tokens of a prompt that are read at once at least."""
 
 _TRIES, _LESS = 4, 32  # times that a cache is made a 32nd smaller where it turns out too large
 # Torch takes large tensors from the driver in multiples of this.
