@@ -4,8 +4,10 @@ alike each time."""
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +21,15 @@ os.environ.setdefault("HETERO_TUNE", "off")
 # Tests are no use that anybody wants counted.
 os.environ.setdefault("HETERO_STATS", "off")
 
+HAS_GPU = bool(list(Path("/dev").glob("nvidia[0-9]*")))
 # Without a GPU Triton's kernels are interpreted. Triton reads this when it is imported, which transformers
 # does for some models: so before any test.
-if not list(Path("/dev").glob("nvidia[0-9]*")):
+if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+
+GPU_LIMIT_S = 180.0
+"""After so long a test on a machine with a GPU hangs: nothing ends a call that waits for a stream, so all
+threads tell where they are, and the process ends."""
 
 # Explaining a failure traces every line of a test. On Python 3.11 a traced test once went on for ever, in a
 # process whose threads send each other exceptions, as the bound on a chat template's time does.
@@ -32,6 +39,21 @@ with contextlib.suppress(ImportError):  # machines that run the kernels' tests a
     untraced = [phase for phase in Phase if phase is not Phase.explain]
     settings.register_profile("untraced", phases=untraced, derandomize="CI" in os.environ)
     settings.load_profile("untraced")
+
+
+_stderr = -1
+
+
+def pytest_configure() -> None:
+    global _stderr  # noqa: PLW0603  what is captured is lost where a process ends
+    _stderr = os.dup(2)
+
+
+@pytest.fixture(autouse=HAS_GPU)
+def _no_hang() -> Iterator[None]:
+    faulthandler.dump_traceback_later(GPU_LIMIT_S, exit=True, file=_stderr)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture

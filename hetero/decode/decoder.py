@@ -183,6 +183,11 @@ class Decoder:
         """Tokens at whose multiples nothing more will be written for those before."""
         return lcm(*(layer.grain for layer in self._layers))
 
+    @property
+    def window(self) -> int:
+        """Last tokens of a sequence that ``gather`` looks at; 0 for a family without n-gram embeddings."""
+        return self._family.window
+
     def gather(self, tokens: Sequence[Sequence[int]], out: Tensor | None = None) -> Tensor | None:
         """N-gram embeddings [n, ple_embed_dim] on the host for the newest of each row's last tokens, into
         ``out`` of this shape where it is given; None for a family without. Raises MachineError where they lie

@@ -129,6 +129,8 @@ class HyperLayer:
     def step(self, stream: HyperStream, inputs: StepInputs) -> HyperStream:
         streams = stream.streams
         if self.ngrams is not None:
+            if inputs.await_ple is not None:
+                inputs.await_ple()
             self.ngrams.step(*stream, inputs)
             stream = HyperStream(streams)
         x, inject = self.around_mixer.step(self.mixer.format, stream)

@@ -20,6 +20,7 @@ class StepInputs:
     positions: Tensor  # int64 [R] of the tokens in their sequences
     pages: Tensor  # int32 [slots, most pages]: where a sequence's tokens lie, PAGE each
     ple: Tensor | None = None  # [R, ple_embed_dim] in the model's dtype: n-gram embeddings from the host
+    await_ple: Callable[[], None] | None = None  # to be called before ``ple`` is read: they may come late
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,12 @@ class Answer:
         self._scored: list[TokenLogprob | None] = [None]
         self._submitted = self._began = self._first = self._last = clock()
 
+    @property
+    def foreseen(self) -> bool:
+        """Whether the next token is the likeliest, and unless it ends the answer, so is the one after it, by
+        a step whose token that is. Nobody reads the logits."""
+        return self._sampler.plain and self.request.logprobs is None and len(self.tokens) + 2 <= self._limit
+
     def begin(self) -> None:
         """The model is about to read the prompt; what came before was waiting."""
         self._began = clock()

@@ -41,9 +41,10 @@ class AnySequence(Protocol):
     def mark(self, at: int, *, spare: bool = False) -> None: ...
     def marked(self) -> list[tuple[int, Any]]: ...
     def begin(self, cache: Any, held: int, used: int, *, own: bool = False) -> None: ...
+    def settle(self) -> None: ...
     def kept(self) -> Any: ...
     def given(self) -> Any: ...
-    def advance(self, tokens: list[int]) -> Tensor | Scored: ...
+    def advance(self, tokens: list[int], foreseen: bool = False) -> Tensor | Scored: ...
     def advance_each(self, tokens: list[int], take: Callable[[int, Tensor], None]) -> Tensor: ...
     def close(self) -> None: ...
 
@@ -60,7 +61,9 @@ class AnyStepper(Keeper, Protocol):
     def on_shortage(self, give_up: Callable[[], bool]) -> None: ...
     def close(self) -> None: ...
     def start(self) -> AnySequence: ...
-    def advance(self, sequences: Many[Any], tokens: Many[int]) -> Tensor | list[Scored]: ...
+    def advance(
+        self, sequences: Many[Any], tokens: Many[int], foreseen: bool = False
+    ) -> Tensor | list[Scored]: ...
 
 
 class Stepper(Copies):
@@ -113,8 +116,9 @@ class Stepper(Copies):
         """A new, empty sequence."""
         return Sequence(self._model, self._fixed, self._last_only, self._cache_name, self._device)
 
-    def advance(self, sequences: Many[Sequence], tokens: Many[int]) -> Tensor:
+    def advance(self, sequences: Many[Sequence], tokens: Many[int], foreseen: bool = False) -> Tensor:
         """Logits [n, V] after one token for each of n <= MOST_ROWS sequences, n = 1 unless ``together``.
+        ``foreseen`` changes nothing.
 
         All of them must hold tokens. After an exception they are worth nothing. Under inference mode.
         """
@@ -171,6 +175,9 @@ class Sequence:
             self.cache = copied(cache, held - used, clone=not own)
         self.length = used
 
+    def settle(self) -> None:
+        """Afterwards ``length`` is of all that it holds."""
+
     def kept(self) -> Any:
         """A copy of the cache."""
         with torch.inference_mode():
@@ -194,8 +201,9 @@ class Sequence:
         """Free what it holds; it is used no more."""
         self.cache = None
 
-    def advance(self, tokens: list[int]) -> Tensor:
-        """Logits [V] after appending ``tokens`` [n >= 1]. Under inference mode."""
+    def advance(self, tokens: list[int], foreseen: bool = False) -> Tensor:
+        """Logits [V] after appending ``tokens`` [n >= 1]. Under inference mode. ``foreseen`` changes
+        nothing."""
         return self._forward(tokens, self._last_only)[-1]
 
     def advance_each(self, tokens: list[int], take: Callable[[int, Tensor], None]) -> Tensor:

@@ -79,7 +79,7 @@ class Engine:
                     answer.reason = "cancelled"
                 if answer.reason is None:
                     with torch.inference_mode():
-                        logits = sequence.advance([answer.tokens[-1]])
+                        logits = sequence.advance([answer.tokens[-1]], answer.foreseen)
             self._keep(sequence, answer)
         finally:
             sequence.close()
@@ -129,6 +129,7 @@ class Engine:
 
     def _keep(self, sequence: AnySequence, answer: Answer) -> None:
         """For the next request, which most likely goes on from here."""
+        sequence.settle()
         tokens = (*answer.request.prompt, *answer.tokens)[: sequence.length]
         if self._store is None or not sequence.keepable or not self._store.lacks(tokens):
             return

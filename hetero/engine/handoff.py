@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from hetero import cpu
 from hetero.core import HeteroError, InputError
 from hetero.engine.handoff_backends import Backend, make_backend
+from hetero.engine.handoff_trial import Trial
 from hetero.trace import DEFERRED, EXPERTS, Counted, recorder
 
 log = logging.getLogger("hetero.handoff")
@@ -118,7 +120,8 @@ class Handoff:
         self.layers = len(self.experts)
         self.hidden = self.experts[0].spec.hidden
         self.dtype, self.ids_dtype = dtype, ids_dtype
-        self.backend: Backend = make_backend(backend, device)
+        work = partial(Trial, self.experts, slots, dtype, ids_dtype)
+        self.backend: Backend = make_backend(backend, device, work)
         self._layout = cpu.channel_layout(
             lanes=lanes,
             layers=self.layers,

@@ -6,6 +6,7 @@ What each must guarantee is in docs/handoff.md.
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -259,9 +260,18 @@ class HostFuncBackend(_GpuBackend):
 _GPU: dict[str, type[_GpuBackend]] = {one.name: one for one in (MemopBackend, SpinBackend, HostFuncBackend)}
 
 
-def make_backend(name: str, device: torch.device | str) -> Backend:
+class Work(Protocol):
+    """A trial of a backend with real work; ``handoff_trial.Trial``."""
+
+    def layer_us(self) -> float: ...
+    def close(self) -> None: ...
+
+
+def make_backend(
+    name: str, device: torch.device | str, work: Callable[[Backend], Work] | None = None
+) -> Backend:
     """The backend of that name, or for "auto" the faster one of memop and spin, else hostfunc, of those that
-    pass a trial.
+    pass a trial. ``work``: what they are timed with; None: layers that have none.
 
     Raises InputError for a name that does not exist or does not fit the device, MachineError where the
     machine cannot do what was named.
@@ -279,28 +289,39 @@ def make_backend(name: str, device: torch.device | str) -> Backend:
         raise MachineError(f"hand-off on {device}: torch sees no CUDA device")
     if name != "auto":
         return _tried(name, device, "asked for")
-    backend = _fastest(device)
+    backend = _fastest(device, work)
     log.info("hand-off by %s (%s)", backend.name, backend.why)
     return backend
 
 
-def _fastest(device: torch.device) -> _GpuBackend:
+def _fastest(device: torch.device, work: Callable[[Backend], Work] | None) -> _GpuBackend:
     """Of memop and spin, as measured here; hostfunc only where neither works."""
     refused: list[str] = []
-    timed: list[tuple[float, _GpuBackend]] = []
-    for name in GPU_BACKENDS:
-        if name == "hostfunc" and timed:
-            break
-        try:
-            backend = _tried(name, device, "; ".join(refused))
-            timed.append((_layer_us(backend), backend))
-        except HeteroError as error:
-            refused.append(f"{name}: {error}")
-    if not timed:
-        raise MachineError(f"no hand-off works on {device}: {'; '.join(refused)}")
-    best = min(timed, key=lambda one: one[0])[1]
-    times = [f"{backend.name} {us:.1f} us a layer" for us, backend in timed]
-    best.why = "; ".join([", ".join(times), *refused])
+    trials: list[tuple[_GpuBackend, Work]] = []
+    try:
+        for name in GPU_BACKENDS:
+            if name == "hostfunc" and trials:
+                break
+            try:
+                backend = _tried(name, device, "; ".join(refused))
+                trial: Work = _NoWork(backend) if work is None else work(backend)
+                trials.append((backend, trial))
+                trial.layer_us()  # what is only slow once
+            except (HeteroError, RuntimeError) as error:
+                trials = [one for one in trials if one[0].name != name]
+                refused.append(f"{name}: {error}")
+        if not trials:
+            raise MachineError(f"no hand-off works on {device}: {'; '.join(refused)}")
+        # In turns, so that what else the machine does meets all of them.
+        rounds = [[trial.layer_us() for _, trial in trials] for _ in range(_REPLAYS)]
+    finally:
+        for _, trial in trials:
+            trial.close()
+    times = [statistics.median(column) for column in zip(*rounds, strict=True)]
+    best = min(zip(times, (backend for backend, _ in trials), strict=True), key=lambda one: one[0])[1]
+    words = [f"{backend.name} {us:.1f} us a layer" for us, (backend, _) in zip(times, trials, strict=True)]
+    told = ", ".join(words) + ("" if work is None else " with its experts")
+    best.why = "; ".join([told, *refused])
     return best
 
 
@@ -338,34 +359,43 @@ def _trial(backend: _GpuBackend) -> None:
                 raise MachineError(f"a captured trial left the flags {flags.tolist()}, not [1, 0, 0]")
 
 
-def _layer_us(backend: _GpuBackend) -> float:
-    """Microseconds of a layer without work: a captured graph of _LAYERS of them, with a thread that answers
-    in the worker's place. The best of a few replays. Raises MachineError where one does not come through."""
-    memory = backend.memory((2 * _LAYERS + 1) * LINE)
-    submit = [memory.data_ptr() + LINE * i for i in range(_LAYERS)]
-    done = [memory.data_ptr() + LINE * (_LAYERS + i) for i in range(_LAYERS)]
-    fault = memory.data_ptr() + LINE * 2 * _LAYERS
-    twin = cpu.Twin()
-    for asked, answered in zip(submit, done, strict=True):
-        twin.wait(asked, 1)
-        twin.write(asked, 0)
-        twin.write(answered, 1)
-    best = float("inf")
-    with torch.cuda.device(backend.index):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for layer, (asked, answered) in enumerate(zip(submit, done, strict=True)):
-                backend.submit(asked)
-                backend.collect(answered, fault, layer)
-        for _ in range(_REPLAYS):
-            twin.launch()
-            start.record()
-            graph.replay()
-            end.record()
-            if not twin.synchronize(_TRIAL_S):
-                memory.view(torch.int32)[LINE // 4 * _LAYERS :: LINE // 4][:_LAYERS] = 1  # frees the device
+class _NoWork:
+    """A captured graph of _LAYERS layers, with a thread that answers at once in the worker's place."""
+
+    def __init__(self, backend: _GpuBackend) -> None:
+        self._backend = backend
+        self._memory = memory = backend.memory((2 * _LAYERS + 1) * LINE)
+        submit = [memory.data_ptr() + LINE * i for i in range(_LAYERS)]
+        done = [memory.data_ptr() + LINE * (_LAYERS + i) for i in range(_LAYERS)]
+        fault = memory.data_ptr() + LINE * 2 * _LAYERS
+        self._twin = cpu.Twin()
+        for asked, answered in zip(submit, done, strict=True):
+            self._twin.wait(asked, 1)
+            self._twin.write(asked, 0)
+            self._twin.write(answered, 1)
+        with torch.cuda.device(backend.index):
+            self._start, self._end = (
+                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                for _ in range(2)
+            )
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                for layer, (asked, answered) in enumerate(zip(submit, done, strict=True)):
+                    backend.submit(asked)
+                    backend.collect(answered, fault, layer)
+
+    def layer_us(self) -> float:
+        """Raises MachineError where the replay does not come through."""
+        with torch.cuda.device(self._backend.index):
+            self._twin.launch()
+            self._start.record()
+            self._graph.replay()
+            self._end.record()
+            if not self._twin.synchronize(_TRIAL_S):
+                words = self._memory.view(torch.int32)[:: LINE // 4]
+                words[_LAYERS : 2 * _LAYERS] = 1  # frees the device
                 raise MachineError("a timed trial did not come through")
-            end.synchronize()
-            best = min(best, float(start.elapsed_time(end)) * 1e3 / _LAYERS)
-    return best
+            self._end.synchronize()
+            return float(self._start.elapsed_time(self._end)) * 1e3 / _LAYERS
+
+    def close(self) -> None: ...

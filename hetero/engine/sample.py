@@ -153,10 +153,15 @@ class Sampler:
         """The grammar is complete: nothing but the end may follow. Never without a grammar."""
         return self._matcher is not None and self._matcher.done
 
+    @property
+    def plain(self) -> bool:
+        """Whether every token is simply the one of the largest logit."""
+        return self.params.greedy and self._penalties is None and self._matcher is None
+
     def pick(self, logits: Tensor | Scored) -> int:
         """The next token for logits [V]. Raises HeteroError when they are not finite where it matters."""
         if isinstance(logits, Scored):
-            if self.params.greedy and self._penalties is None and self._matcher is None:
+            if self.plain:
                 _check_finite(logits.best)
                 return logits.token
             logits = logits.logits

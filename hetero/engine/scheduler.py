@@ -213,7 +213,7 @@ class Scheduler:
             self._read(reader, beside=bool(writers))
         if writers:
             middle = clock()
-            self._advance(writers)
+            self._advance(writers, alone=reader is None)
             self._pace.made(clock() - middle)
         with self._wake:
             self._steps += 1
@@ -381,6 +381,7 @@ class Scheduler:
         """Let later requests begin with what this one's sequence holds, unless they can already."""
         sequence = job.sequence
         assert sequence is not None
+        sequence.settle()
         tokens = tuple(job.tokens(0, sequence.length))
         with self._wake:
             wanted = self._store.lacks(tokens)
@@ -391,15 +392,18 @@ class Scheduler:
             self._store.put(Entry(tokens, cache, sequence.cuttable))
             self._store.shrink(self._kv_total - self._needed())
 
-    def _advance(self, jobs: list[Job]) -> None:
-        """One token of each, in as few passes as can be."""
+    def _advance(self, jobs: list[Job], alone: bool) -> None:
+        """One token of each, in as few passes as can be. ``alone``: nobody reads a prompt meanwhile."""
         rows = MOST_ROWS if self._stepper.together else 1
+        alone = alone and len(jobs) <= rows
         for start in range(0, len(jobs), rows):
             batch = jobs[start : start + rows]
             sequences = [job.sequence for job in batch if job.sequence is not None]
+            tokens = [job.answer.tokens[-1] for job in batch]
+            foreseen = alone and all(job.answer.foreseen for job in batch)
             try:
                 with torch.inference_mode():
-                    logits = self._stepper.advance(sequences, [job.answer.tokens[-1] for job in batch])
+                    logits = self._stepper.advance(sequences, tokens, foreseen)
             except Exception as error:
                 for job in batch:
                     self._fail(job, error)

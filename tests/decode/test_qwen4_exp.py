@@ -44,10 +44,8 @@ def test_prefills_and_greedy_steps(generator: torch.Generator, monkeypatch: pyte
     for at in range(GREEDY):
         made.append(int(seen[-1].argmax()))
         other = at - GREEDY // 2
-        ngrams = decoder.gather([second[: max(other, 0) + 1].tolist(), made])
         assert inputs.ple is not None
-        assert ngrams is not None
-        inputs.ple.copy_(ngrams)
+        decoder.gather([second[: max(other, 0) + 1].tolist(), made], inputs.ple)
         beside = (int(second[other]), 0, other) if other >= 0 else (0, -1, 0)
         rows = step(decoder, inputs, [beside, (made[-1], 1, len(made) - 1)])
         seen.append(rows[1])

@@ -16,6 +16,9 @@ from tests.cpu.reference import fill, random_weights
 SPEC = ExpertSpec(8, 64, 32, 4)
 POINTS = {"seen": 0, "work": 1, "computed": 2, "publish": 3, "published": 4}
 THROW, STALL, DIE = range(3)
+PATIENT_S = 60.0
+"""For a watchdog that a test is not about: on a busy machine a thread may get no turn for longer than a
+worker is allowed to be silent."""
 
 
 def make_experts(layers: int, generator: torch.Generator, fmt: str = "int8") -> list[CpuExperts]:

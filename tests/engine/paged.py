@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +57,8 @@ class PagedDecoder:
         self.steps: list[int] = []  # rows of each
         self.fail: Exception | None = None
         self.grams: list[list[int]] = []
+        self.window = 16 if ple else 0
+        self.check_ple = True
 
     def inputs(self, rows: int) -> StepInputs:
         return StepInputs(
@@ -79,8 +79,9 @@ class PagedDecoder:
         for row, (token, slot, position) in enumerate(zip(*numbers, strict=True)):
             if slot < 0:
                 continue
-            if inputs.ple is not None:
-                assert inputs.ple[row].tolist() == [float(token)] * self.ple
+            if inputs.ple is not None and inputs.await_ple is not None:
+                inputs.await_ple()
+                assert not self.check_ple or inputs.ple[row].tolist() == [float(token)] * self.ple
             out[row] = self._append([token], slot, position, inputs.pages)
         return out
 
@@ -119,9 +120,9 @@ class PagedDecoder:
         self.cleared.append(slot)
         self.seeds[slot] = 1
 
-    def gather(self, tokens: Sequence[Sequence[int]]) -> Tensor | None:
+    def gather(self, tokens: Sequence[Sequence[int]], out: Tensor) -> Tensor:
         self.grams = [list(row) for row in tokens]
-        return torch.tensor([[float(row[-1])] * self.ple for row in tokens])
+        return out.copy_(torch.tensor([[float(row[-1])] * self.ple for row in tokens]))
 
     def _append(self, tokens: list[int], slot: int, start: int, pages: Tensor) -> Tensor:
         table = pages[slot].long()
@@ -139,11 +140,7 @@ class Counted:
 
     nbytes, expert_bytes = 0, 10
 
-    def counts(self) -> Any:
-        return SimpleNamespace(gpu=6, pcie=3, cpu=1)
-
-    def uses(self) -> list[int]:
-        return [4, 0, 2]
+    tallies = torch.tensor([6, 3, 1, 9]), torch.tensor([4, 0, 2])
 
     def forget(self) -> None:
         pass

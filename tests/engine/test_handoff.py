@@ -17,7 +17,7 @@ from hetero.core import InputError
 from hetero.cpu import CpuExperts
 from hetero.engine.handoff import Handoff, HandoffError
 from hetero.trace import EXPERTS, recorder
-from tests.engine.handoffs import SPEC, Played, make_experts
+from tests.engine.handoffs import PATIENT_S, SPEC, Played, make_experts
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def experts(generator: torch.Generator) -> list[CpuExperts]:
 
 def test_ten_thousand_replays(experts: list[CpuExperts], generator: torch.Generator) -> None:
     """Two lanes on one stream; most replays have fewer rows than the graph."""
-    played = Played(experts[:2], generator)
+    played = Played(experts[:2], generator, limit_s=PATIENT_S)
     for _ in range(10_000):
         played.step({lane: random.randint(1, played.handoff.rows) for lane in range(2)})
     assert played.handoff.workers == 1
@@ -46,7 +46,7 @@ def test_ten_thousand_replays(experts: list[CpuExperts], generator: torch.Genera
 @pytest.mark.parametrize("late", [False, True])
 def test_any_timing(streams: bool, late: bool, experts: list[CpuExperts], generator: torch.Generator) -> None:
     """Random delays everywhere; lanes on one stream or two; results collected at once or a layer later."""
-    played = Played(experts, generator, streams=streams, late=late)
+    played = Played(experts, generator, streams=streams, late=late, limit_s=PATIENT_S)
     for delay in (0.0, 20e-6, 200e-6):
         played.jitter(delay)
         for _ in range(60):
@@ -114,7 +114,7 @@ def test_stop_and_restart(experts: list[CpuExperts], generator: torch.Generator)
 
 
 def test_two_channels_share_the_pool(experts: list[CpuExperts], generator: torch.Generator) -> None:
-    both = [Played(experts, torch.Generator().manual_seed(i)) for i in range(2)]
+    both = [Played(experts, torch.Generator().manual_seed(i), limit_s=PATIENT_S) for i in range(2)]
 
     def many(played: Played) -> None:
         for _ in range(100):

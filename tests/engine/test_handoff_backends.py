@@ -16,7 +16,9 @@ from hetero.core import InputError, MachineError
 from hetero.engine import handoff_backends
 from hetero.engine.handoff_backends import make_backend
 from hetero.engine.handoff_ptx import PTX
+from hetero.engine.handoff_trial import Trial
 from hetero.hw import cuda_driver
+from tests.engine.handoffs import POINTS, SPEC, THROW, make_experts
 
 
 def test_without_a_device() -> None:
@@ -51,6 +53,7 @@ class Fake:
 SLOW, FAST = 12.61, 7.44
 
 
+@pytest.mark.parametrize("work", [False, True])
 @pytest.mark.parametrize(
     ("errors", "times", "chosen", "why"),
     [
@@ -83,24 +86,40 @@ def test_auto(  # noqa: PLR0917
     why: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    work: bool,
 ) -> None:
     names = handoff_backends.GPU_BACKENDS
     fakes: dict[str, Any] = {name: Fake(name, error) for name, error in zip(names, errors, strict=True)}
     left = list(times)
+    closed = []
 
-    def timed(backend: Any) -> float:
-        found = left.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+    class Timed:
+        """The first time is longer: nobody asks for it."""
+
+        def __init__(self, backend: Any) -> None:
+            self.found, self.runs = left.pop(0), 0
+
+        def layer_us(self) -> float:
+            if isinstance(self.found, Exception):
+                raise self.found
+            self.runs += 1
+            return self.found + (50.0 if self.runs == 1 else 0.0)
+
+        def close(self) -> None:
+            closed.append(self)
 
     monkeypatch.setattr(handoff_backends, "_GPU", fakes)
     monkeypatch.setattr(handoff_backends, "_trial", lambda backend: None)
-    monkeypatch.setattr(handoff_backends, "_layer_us", timed)
+    if not work:
+        monkeypatch.setattr(handoff_backends, "_NoWork", Timed)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with caplog.at_level(logging.INFO, "hetero.handoff"):
-        backend = make_backend("auto", "cuda")
+        backend = make_backend("auto", "cuda", Timed if work else None)
+    if work:
+        why = why.replace(" us a layer;", " us a layer with its experts;")
+        why = why if ";" in why else f"{why} with its experts"
     assert (backend.name, backend.why) == (chosen, why)
+    assert len(closed) == sum(not isinstance(one, Exception) for one in times)
     assert caplog.messages == [f"hand-off by {chosen} ({why})"]
     assert not left
 
@@ -141,3 +160,20 @@ def test_kernels_assemble(tmp_path: Path) -> None:
         command = ["ptxas", f"-arch={target}", str(source), "-o", str(tmp_path / "out")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+def test_a_trial_with_experts(generator: torch.Generator) -> None:
+    """A thread in the GPU's place: every layer is computed, in each replay by other experts."""
+    experts = make_experts(3, generator)
+    trial = Trial(experts, SPEC.top_k, torch.bfloat16, torch.int64, make_backend("thread", "cpu"))
+    seen = set()
+    for _ in range(8):
+        assert trial.layer_us() > 0.0
+        seen.add(tuple(trial._ids[0].flatten().tolist()))
+    assert len(seen) > 1
+    assert [one[4] > 0 for one in trial._channel.times(0)] == [True] * 3
+    trial._channel.inject(POINTS["work"], THROW, 0, 1, 0)
+    with pytest.raises(MachineError, match=r"a timed trial: layer 1: a fault that a test asked for"):
+        trial.layer_us()
+    assert trial.layer_us() > 0.0
+    trial.close()

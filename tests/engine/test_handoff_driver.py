@@ -122,7 +122,7 @@ def test_steps(
     """Recording is running here, so a step records anew; the same bits as the operator's."""
     driver, fake = make_driver()
     backend: Any = over_fake(kind, driver, fake)
-    monkeypatch.setattr(handoffs, "make_backend", lambda name, device: backend)
+    monkeypatch.setattr(handoffs, "make_backend", lambda name, device, work: backend)
     experts = make_experts(3, generator)
     handoff = Handoff(experts, rows=3, slots=SPEC.top_k, lanes=2)
     for step in range(60):

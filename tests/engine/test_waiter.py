@@ -36,12 +36,13 @@ class Event:
 def waiter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Waiter, Any]:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     made = Waiter(request.param)
-    return made, made._event
+    return made, made._events[0]
 
 
 @pytest.mark.parametrize("waiter", ["block"], indirect=True)
 def test_asleep(waiter: tuple[Waiter, Any]) -> None:
     one, event = waiter
+    one.mark()
     one.wait(4)
     assert event.blocking
     assert (event.slept, event.looks) == (1, 0)
@@ -51,14 +52,17 @@ def test_asleep(waiter: tuple[Waiter, Any]) -> None:
 def test_looking(waiter: tuple[Waiter, Any]) -> None:
     """What is not like other steps is waited for asleep; the rest is through when the call returns."""
     one, event = waiter
+    one.mark()
     one.wait(0)
     assert (event.slept, event.looks) == (1, 0)
     for _ in range(3):
+        one.mark()
         one.wait(4)
         assert time.perf_counter() >= event.until
     assert event.slept == 1
     # A step that has become longer, and one that has become shorter.
     for event.took in (0.04, 0.001):
+        one.mark()
         one.wait(4)
         assert time.perf_counter() >= event.until
     assert set(one._shortest) == {4}

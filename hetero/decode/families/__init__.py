@@ -39,6 +39,11 @@ class Family(Protocol):
         """What the head reads after the last layer, as rows for ``fmt``, R <= 16."""
         ...
 
+    @property
+    def window(self) -> int:
+        """Last tokens of a sequence that ``gather`` looks at; 0: there are no n-gram embeddings."""
+        ...
+
     def gather(self, tokens: Sequence[Sequence[int]], out: Tensor | None = None) -> Tensor | None:
         """N-gram embeddings [n, ple] on the host for the newest of each row's last tokens, into ``out`` where
         it is given; None: none."""

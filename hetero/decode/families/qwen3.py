@@ -21,7 +21,7 @@ from hetero.ops.gpu.fused import Rows
 class Qwen3Moe:
     """Attention in every layer."""
 
-    ple = 0
+    ple = window = 0
     _norm_offset: ClassVar[float] = 0.0
 
     def __init__(self, build: Build) -> None:

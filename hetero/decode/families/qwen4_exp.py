@@ -57,6 +57,10 @@ class Qwen4Exp:
     def end(self, stream: HyperStream, fmt: Format) -> Rows:
         return self._mix.step(fmt, stream)[0].rows
 
+    @property
+    def window(self) -> int:
+        return max((ngrams.table.size for ngrams in self._ngrams), default=0)
+
     def gather(self, tokens: Sequence[Sequence[int]], out: Tensor | None = None) -> Tensor | None:
         if not self._ngrams:
             return None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from hetero.core import InputError
+from hetero.core import HeteroError, InputError
 from hetero.cpu import CpuExperts
 from hetero.decode.decoder import Decoder
 from hetero.decode.experts import DirectExperts
@@ -20,6 +21,7 @@ from hetero.engine.gpu.loading import ROWS, GpuOptions
 from hetero.engine.gpu.port import LanePort
 from hetero.engine.gpu.room import CacheWish, cache_slots, default_lengths, fill, first_slots
 from hetero.engine.gpu.runner import GpuRunner
+from hetero.engine.gpu.steps import LANES
 from hetero.engine.gpu.vram import Vram
 from hetero.engine.handoff import Handoff
 from hetero.hw.memory import gib
@@ -59,6 +61,7 @@ class Fusing:
         self.text = model.config.get_text_config(decoder=True)
         self.defer = _one_of([site.defer for site in sites], "defer")
         self.wishes: list[CacheWish] = []  # of all layers; none where the GPU reads no experts
+        self.lanes: LanePort | None = None
         self.rows = options.rows or tuple(n for n in ROWS if n < 2 * options.slots)
 
     def runner(self, vram: Vram | None, limit: int | None, counts: Counts | None) -> GpuRunner:
@@ -98,6 +101,8 @@ class Fusing:
             chunk=options.chunk,
             pages=pages,
             numbers=decoder.moe_numbers,
+            port=self.lanes,
+            ahead=self.lanes is not None,
             closing=[shared.prefiller.close, *(one.arena.close for one in hybrid if one.arena is not None)],
         )
         # At the end of the process at the latest the worker ends, and memory is unpinned while CUDA is there.
@@ -152,6 +157,7 @@ class Fusing:
             self.experts,
             rows=max(self.rows),
             slots=max(top_k),
+            lanes=LANES,
             device=self.device,
             backend=options.handoff,
             defer=self.defer > 0,
@@ -179,7 +185,7 @@ class Fusing:
             self.wishes = wishes
         port: Port
         if handoff is not None:
-            port = LanePort(handoff)
+            port = self.lanes = LanePort(handoff)
         else:
             port = DirectPort(self.experts, max(self.rows), self.device, defer=self.defer > 0)
         hybrid = []
@@ -258,7 +264,9 @@ def _resize(hybrid: Sequence[HybridExperts], slots: Sequence[int]) -> None:
 
 def _end(handoff: Handoff | None, arenas: Sequence[PinnedArena | None]) -> None:
     if handoff is not None:
-        handoff.close()
+        handoff.close()  # steps on their way are answered
+        with suppress(RuntimeError, HeteroError):
+            handoff.backend.synchronize()
     for arena in arenas:
         if arena is not None:
             arena.close()

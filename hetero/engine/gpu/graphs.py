@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hetero.core import HeteroError, InputError, MachineError
+from hetero.engine.gpu.gate import FlagGate, Gate
+from hetero.engine.handoff import Handoff
 from hetero.hw.cuda_driver import driver
 
 WAITS = ("block", "spin", "nap")
@@ -74,27 +77,115 @@ def _told(error: BaseException) -> str:
 
 
 class Waiter:
-    """Waits until the current stream is through. ``how``: of WAITS. Raises InputError for another word."""
+    """Waits until the current stream has come to a mark. ``how``: of WAITS; ``lanes``: marks at a time.
+    Raises InputError for another word."""
 
-    def __init__(self, how: str = "block") -> None:
+    def __init__(self, how: str = "block", lanes: int = 1) -> None:
         if how not in WAITS:
             raise InputError(f"no way to wait is called '{how}'; valid: {', '.join(WAITS)}")
         self.how = how
-        self._event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._events: list[Any] = [torch.cuda.Event(blocking=True) for _ in range(lanes)]  # type: ignore[no-untyped-call]
+        self._since = [0.0] * lanes
+        self._last = 0.0  # when the last mark was come to
         self._shortest: dict[int, float] = {}  # kind of step -> seconds
 
-    def wait(self, kind: int = 0) -> None:
-        """``kind``: of the step, whose like take about as long; 0: of something that is not like others,
-        asleep in any case."""
-        event = self._event
-        event.record()
+    def mark(self, lane: int = 0) -> None:
+        """Behind all that the current stream has been given."""
+        self._events[lane].record()
+        self._since[lane] = time.perf_counter()
+
+    def wait(self, kind: int = 0, lane: int = 0) -> None:
+        """For the lane's mark. ``kind``: of the step before it, whose like take about as long; 0: of
+        something that is not like others, asleep in any case."""
+        event = self._events[lane]
         if self.how == "block" or kind == 0:
             event.synchronize()
+            self._last = time.perf_counter()
             return
-        began = time.perf_counter()
+        # A step that was launched ahead begins when the one before it ends.
+        began = max(self._since[lane], self._last)
         if self.how == "nap":
-            time.sleep(_NAP * self._shortest.get(kind, 0.0))
+            left = began + _NAP * self._shortest.get(kind, 0.0) - time.perf_counter()
+            if left > 0:
+                time.sleep(left)
         while not event.query():
             time.sleep(0)  # lets other threads of Python run
-        took = time.perf_counter() - began
+        self._last = time.perf_counter()
+        took = self._last - began
         self._shortest[kind] = min(took, self._shortest.get(kind, took) * (1 + _FORGET))
+
+
+class Graph(Protocol):
+    """A recorded step; ``StepGraph``. ``out``: its logits, which every replay fills anew."""
+
+    @property
+    def out(self) -> Tensor: ...
+    @property
+    def launches(self) -> int: ...
+    @property
+    def nodes(self) -> Mapping[str, int]: ...
+    def replay(self) -> None: ...
+
+
+class Means(Protocol):
+    """What steps are recorded, replayed and waited for by: a GPU, or what stands in its place."""
+
+    why_eager: str  # why nothing can be recorded; "": it can
+
+    def graph(self, record: Callable[[], Tensor], pool: Any) -> Graph: ...
+    def pool(self) -> Any: ...
+    def gate(self, handoff: Handoff | None, lanes: int) -> Gate | None: ...
+    def mark(self, lane: int) -> None: ...
+    def wait(self, kind: int, lane: int) -> None: ...
+    def synchronize(self) -> None: ...
+    def stream(self) -> AbstractContextManager[None]: ...
+
+
+class CudaMeans:
+    """One stream of a device. ``wait``: of WAITS."""
+
+    why_eager = ""
+
+    def __init__(self, device: torch.device, wait: str, lanes: int) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._waiter = Waiter(wait, lanes)
+        self.mark, self.wait = self._waiter.mark, self._waiter.wait
+
+    def graph(self, record: Callable[[], Tensor], pool: Any) -> StepGraph:
+        return StepGraph(record, self._stream, pool)
+
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def gate(self, handoff: Handoff | None, lanes: int) -> Gate | None:
+        return None if handoff is None else FlagGate(handoff.backend, lanes)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        # Whoever calls may have changed something, such as the experts that GPU memory holds.
+        current = torch.cuda.current_stream(self._device)
+        if not current.query():
+            self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+class HostMeans:
+    """Nothing to wait for: operators are through when they return."""
+
+    why_eager = "there is no GPU"
+
+    def graph(self, record: Callable[[], Tensor], pool: Any) -> Graph:
+        raise CaptureError(self.why_eager)
+
+    def pool(self) -> None: ...
+    def gate(self, handoff: Handoff | None, lanes: int) -> None: ...
+    def mark(self, lane: int) -> None: ...
+    def wait(self, kind: int, lane: int) -> None: ...
+    def synchronize(self) -> None: ...
+    def stream(self) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -13,17 +13,6 @@ Each = Callable[[int, Tensor], None]
 """Is given the logits of a prompt's tokens, rows [n, V] at a time from the token of an index on."""
 
 
-class Counts(Protocol):
-    """Experts of decode steps so far, each once a step, by who computed it from where."""
-
-    @property
-    def gpu(self) -> int: ...
-    @property
-    def pcie(self) -> int: ...
-    @property
-    def cpu(self) -> int: ...
-
-
 class Experts(Protocol):
     """Routed experts of one layer, as far as the runner is concerned; ``hybrid.HybridExperts``."""
 
@@ -35,11 +24,11 @@ class Experts(Protocol):
     def expert_bytes(self) -> int:
         """Bytes of one expert."""
 
-    def counts(self) -> Counts:
-        """Waits for the device."""
-
-    def uses(self) -> list[int]:
-        """How often each expert was chosen, by steps and prompts. Waits for the device."""
+    @property
+    def tallies(self) -> tuple[Tensor, Tensor]:
+        """On the device, int64: experts of decode steps so far, each once a step, that were found in GPU
+        memory, read over the bus by the GPU, and computed by the CPU, [3 or more]; and how often each expert
+        was chosen, by steps and prompts, [experts]."""
 
     def forget(self) -> None:
         """A recording was given up: what was submitted will not be collected."""
@@ -50,6 +39,16 @@ class Shared(Protocol):
 
     def join(self) -> None:
         """The current stream waits for the moves of this step."""
+
+
+class Port(Protocol):
+    """What the experts are handed over by; ``port.LanePort``."""
+
+    def use(self, lane: int) -> None:
+        """Of the steps that are recorded from now on."""
+
+    def forget(self) -> None:
+        """A recording was given up."""
 
 
 class Decoder(Protocol):
@@ -95,5 +94,9 @@ class Decoder(Protocol):
     def clear(self, slot: int) -> None:
         """Forget what a slot holds."""
 
-    def gather(self, tokens: Sequence[Sequence[int]]) -> Tensor | None:
-        """N-gram embeddings [n, D] on the host for the newest of each row's last tokens; None without."""
+    @property
+    def window(self) -> int:
+        """Last tokens of a sequence that ``gather`` looks at; 0: there are no n-gram embeddings."""
+
+    def gather(self, tokens: Sequence[Sequence[int]], out: Tensor) -> Tensor | None:
+        """Into ``out`` [n, D] on the host: n-gram embeddings for the newest of each row's last tokens."""

@@ -3,15 +3,19 @@
 A step is: fill a pinned buffer, replay the graph of the smallest size that holds the rows, wait for an event,
 read the tokens. The graph has the copy of the buffer to the device, the decoder, the choice of the most
 likely token and its copy back. On the CPU the same code runs without graphs.
+
+Where the tokens that follow are sure to be the likeliest, the next step is launched before the host has
+waited for this one: its tokens come from the device. What the caller then asks for is there already, or is
+dropped with its sequence.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,33 +23,24 @@ from torch import Tensor
 from hetero.config import settings
 from hetero.core import HeteroError, MachineError
 from hetero.decode.inputs import PAGE, Mark
-from hetero.engine.gpu.graphs import CaptureError, StepGraph, Waiter
+from hetero.engine.gpu.graphs import CudaMeans, HostMeans, Means
 from hetero.engine.gpu.loading import ROWS
 from hetero.engine.gpu.pages import Pages
-from hetero.engine.gpu.parts import Decoder, Each, Experts, Shared
+from hetero.engine.gpu.parts import Decoder, Each, Experts, Port, Shared
 from hetero.engine.gpu.snapshots import Held, Keeping, Kept
-from hetero.engine.gpu.staging import Results, Staging
-from hetero.engine.gpu.traced import CHUNK, Tracing, stamped
-from hetero.engine.handoff import Handoff, Totals
-from hetero.ops.gpu.stamps import Tape
+from hetero.engine.gpu.staging import LATER
+from hetero.engine.gpu.steps import LANES, Flight, Steps
+from hetero.engine.gpu.traced import CHUNK, stamped
+from hetero.engine.handoff import Handoff, HandoffError, Totals
 from hetero.trace import recorder
 
 log = logging.getLogger("hetero.engine")
-
-LANE = 0
-"""Of the hand-off."""
-
-REMEMBERED = 16
-"""Tokens of a sequence that are kept for n-grams."""
 
 _WARM_PROMPT = 40
 """Tokens of the prompt that is read before the capture: more than a decode step ever has."""
 
 LEAST_CHUNK = 64
 """Tokens of a prompt at once, below which there is no use in trying fewer."""
-
-_WARM_UPS = 2
-"""Steps before the capture: Triton compiles in the first, what the second still makes is made for good."""
 
 
 class StepOut(NamedTuple):
@@ -57,6 +52,22 @@ class StepOut(NamedTuple):
     logits: Tensor | None
 
 
+class _Told(NamedTuple):
+    """Of a step that has ended and that nobody has asked for yet."""
+
+    token: int  # that it was given
+    id: int
+    best: float
+
+
+class _Way(NamedTuple):
+    """A step on its way. ``tokens``: that its slots are given, once they are known."""
+
+    flight: Flight
+    slots: list[int]
+    tokens: list[int]
+
+
 class GpuRunner:
     """A fused decoder, its experts, the hand-off and one captured graph for each number of rows.
 
@@ -64,7 +75,9 @@ class GpuRunner:
     graphs, which on the CPU is so in any case. ``shared``: what the experts have in common. ``wait``: how the
     host waits, one of ``graphs.WAITS``. ``chunk``: tokens of a prompt that are read at once. ``closing``: is
     called at the end. ``pages``: of keys and values, as the decoder was made with; None: all that slots need.
-    ``numbers``: which of the model's layers the MoE layers are.
+    ``numbers``: which of the model's layers the MoE layers are. ``port``: what experts are handed over by;
+    its hand-off has LANES lanes where steps may be launched ``ahead``. ``means``: in a GPU's place, for
+    tests.
 
     One thread at a time. Call ``capture`` before the first step, once weights and options will not change any
     more.
@@ -86,31 +99,51 @@ class GpuRunner:
         closing: Sequence[Callable[[], None]] = (),
         pages: int | None = None,
         numbers: Sequence[int] = (),
+        port: Port | None = None,
+        ahead: bool = False,
+        means: Means | None = None,
     ) -> None:
         self.decoder, self.experts, self.handoff = decoder, list(experts), handoff
         self.slots, self.context, self.rows = slots, context, tuple(sorted(rows))
-        inputs = {n: decoder.inputs(n) for n in self.rows}
-        self.device: torch.device = inputs[self.rows[0]].tokens.device
-        on_gpu = self.device.type == "cuda"
-        self.eager = eager or not on_gpu
-        self.why_eager = "" if not self.eager else "asked for" if on_gpu else "there is no GPU"
+        self.device: torch.device = decoder.inputs(self.rows[0]).tokens.device
+        lanes = LANES if ahead else 1
+        if means is None:
+            on_gpu = self.device.type == "cuda"
+            means = CudaMeans(self.device, wait, lanes) if on_gpu else HostMeans()
+        self._means = means
         self.pages = Pages(slots, context, self.device, pages)
         self.keeping = Keeping(decoder, self.pages, self.device, settings().snapshots)
-        self._staging = {n: Staging(one, n, self.pages.table) for n, one in inputs.items()}
-        self._results = {n: Results(n, self.device) for n in self.rows}
-        self._graphs: dict[int, StepGraph] = {}
-        self._pool: Any = None  # of the graphs' memory
-        self._tracing = Tracing(self.device)
-        self._stream: Any = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._waiter = Waiter(wait) if on_gpu else None
-        self._shared = shared
+        self._steps = Steps(
+            decoder,
+            self.experts,
+            means,
+            handoff=handoff,
+            rows=self.rows,
+            pages=self.pages.table,
+            shared=shared,
+            port=port,
+            eager=means.why_eager or ("asked for" if eager else ""),
+            lanes=lanes,
+        )
         self._numbers = numbers
         self.chunk = chunk or settings().prefill_chunk
         self._free = list(range(slots - 1, -1, -1))
         self._length = [0] * slots
         self._last: list[list[int]] = [[] for _ in range(slots)]
+        self.window = max(1, decoder.window)
+        self._ahead: _Way | None = None
+        self._told: dict[int, _Told | HandoffError] = {}  # by slot
         self._closing = closing
         self._closed = False
+
+    @property
+    def eager(self) -> bool:
+        return self._steps.eager
+
+    @property
+    def why_eager(self) -> str:
+        """Why steps run without graphs; "" where they do not."""
+        return self._steps.why_eager
 
     @property
     def kv_tokens(self) -> int:
@@ -123,12 +156,13 @@ class GpuRunner:
         """An empty slot. Raises HeteroError where all are taken."""
         if not self._free:
             raise HeteroError(f"all {self.slots} slots of the GPU are taken")
+        self.settle()
         slot = self._free.pop()
         self._empty(slot)
         return slot
 
     def _empty(self, slot: int) -> None:
-        with self._on_stream():
+        with torch.inference_mode(), self._means.stream():
             self.decoder.clear(slot)
         self._length[slot] = 0
         self._last[slot] = []
@@ -137,12 +171,31 @@ class GpuRunner:
         """Give a slot and its pages back."""
         if slot in self._free:
             raise ValueError(f"slot {slot} is free")
+        self._told.pop(slot, None)
         self.pages.release(slot)
         self._free.append(slot)
 
     def length(self, slot: int) -> int:
-        """Tokens that a slot holds."""
+        """Tokens that a slot holds; after ``settle`` the last token that a step has told is among them where
+        the next step was launched ahead."""
         return self._length[slot]
+
+    def settle(self) -> None:
+        """Wait for a step that was launched ahead. Its outcome, or its error, is kept for who asks for it;
+        its slots hold a token more. Nothing is on its way afterwards."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return
+        with torch.inference_mode(), self._means.stream():
+            try:
+                ids, best = self._steps.end(ahead.flight)
+            except HandoffError as error:
+                self._told.update({slot: error for slot in ahead.slots if slot not in self._free})
+                return
+        for slot, *one in zip(ahead.slots, ahead.tokens, ids, best, strict=True):
+            if slot not in self._free:
+                self._told[slot] = told = _Told._make(one)
+                self._grown(slot, told.token)
 
     def recent(self, slot: int) -> list[int]:
         """The last tokens of a slot, as many as are remembered."""
@@ -150,13 +203,15 @@ class GpuRunner:
 
     def keep(self, slot: int) -> Kept | None:
         """What a slot holds, for others to begin from; None where there is no memory for it."""
-        with self._on_stream():
+        self.settle()
+        with torch.inference_mode(), self._means.stream():
             return self.keeping.now(slot, self.recent(slot))
 
     def resume(self, slot: int, held: Held, used: int) -> None:
         """Let a slot hold the first ``used`` tokens of what another holds or left, in place of its own; all
         of them, unless sequences can be cut. Raises HeteroError where pages are short."""
-        with self._on_stream():
+        self.settle()
+        with torch.inference_mode(), self._means.stream():
             self.keeping.resume(slot, held.pages, used, held.state)
         self._length[slot], self._last[slot] = used, list(held.last)
 
@@ -170,6 +225,9 @@ class GpuRunner:
         worth nothing."""
         if not tokens:
             raise ValueError("no tokens to append")
+        self.settle()
+        if slot in self._told:
+            raise ValueError(f"slot {slot} has made a step ahead that nobody has asked for")
         is_new = self._length[slot] == 0
         while True:
             try:
@@ -189,16 +247,15 @@ class GpuRunner:
 
     def _append(self, slot: int, tokens: Sequence[int], marks: Sequence[Mark], each: Each | None) -> Tensor:
         logits: Tensor | None = None
-        with self._on_stream():
+        with torch.inference_mode(), self._means.stream():
             for first in range(0, len(tokens), self.chunk):
                 part = list(tokens[first : first + self.chunk])
                 self.pages.grow(slot, self._length[slot] + len(part))
                 logits = self._read(slot, part, marks, each and partial(_later, each, first))
-                self._last[slot] = (self._last[slot] + part)[-REMEMBERED:]
-                self._length[slot] += len(part)
+                self._grown(slot, *part)
             assert logits is not None
             # The caller reads it on a stream of its own.
-            self._wait(0)
+            self._wait()
         return logits
 
     def read_longest(self) -> None:
@@ -209,39 +266,126 @@ class GpuRunner:
         count = min(self.chunk, end)
         part: list[int] = torch.randint(self.decoder.vocabulary, (count,)).tolist()
         try:
-            with self._on_stream():
+            with torch.inference_mode(), self._means.stream():
                 self.pages.grow(slot, end)
                 self._length[slot] = end - count
                 self._read(slot, part)
-                self._wait(0)
+                self._wait()
         finally:
             self.release(slot)
 
-    def step(self, rows: Sequence[tuple[int, int]], logits: bool = True) -> StepOut:
-        """One token for each of (slot, token), all of different slots. Raises HandoffError where the CPU side
-        failed: the slots of this step are then worth nothing, and the next step works."""
+    def step(self, rows: Sequence[tuple[int, int]], logits: bool = True, ahead: bool = False) -> StepOut:
+        """One token for each of (slot, token), all of different slots. ``ahead``: the caller needs no logits,
+        and if it goes on with a slot, then with the token that this step says and by one more step, which may
+        be launched already. Raises HandoffError where the CPU side failed: the slots of this step are then
+        worth nothing, and the next step works."""
         count = len(rows)
         if len({slot for slot, _ in rows}) != count or not 1 <= count <= self.rows[-1]:
             raise ValueError(f"{count} rows, must be 1 to {self.rows[-1]} of different slots")
-        size = next(n for n in self.rows if n >= count)
-        staging, results = self._staging[size], self._results[size]
-        with self._on_stream():
-            graph, tape = self._means(size)
-            with self._tracing.step(tape, count):
-                for slot, _ in rows:
-                    self.pages.grow(slot, self._length[slot] + 1)
-                last = [[*self._last[slot][1 - REMEMBERED :], token] for slot, token in rows]
-                if staging.ple is not None:
-                    gathered = self.decoder.gather(last)
-                    assert gathered is not None
-                    staging.ple[:count] = gathered
-                staging.fill([(token, slot, self._length[slot]) for slot, token in rows])
-                out = self._run(size, count, graph, tape)
-                ids, best = results.read(count)
-        for (slot, _), tokens in zip(rows, last, strict=True):
-            self._length[slot] += 1
-            self._last[slot] = tokens
-        return StepOut(ids, best, out[:count] if logits else None)
+        asked = {slot for slot, _ in rows}
+        if self._ahead is not None and (recorder.active or not asked <= set(self._ahead.slots)):
+            self.settle()
+        with torch.inference_mode(), self._means.stream():
+            told = {slot: self._recall(slot, token) for slot, token in rows if slot in self._told}
+            left = [row for row in rows if row[0] not in told]
+            made: Tensor | None = None
+            if left:
+                way = self._taken(left) or self._launched(left)
+                found = self._finished(way, asked, ahead and not told)
+                told.update({slot: one for slot, (_, one) in found.items()})
+                if logits and not ahead:
+                    places = [found[slot][0] if slot in found else -1 for slot, _ in rows]
+                    made = _rows_of(way.flight.logits, places)
+        ends = [told[slot] for slot, _ in rows]
+        return StepOut([one.id for one in ends], [one.best for one in ends], made)
+
+    def _recall(self, slot: int, token: int) -> _Told:
+        """What a step has told that was launched ahead."""
+        told = self._told.pop(slot)
+        if isinstance(told, HandoffError):
+            raise told
+        if told.token != token:
+            raise ValueError(f"slot {slot} went on with token {told.token}, not {token}")
+        return told
+
+    def _taken(self, rows: Sequence[tuple[int, int]]) -> _Way | None:
+        """The step that was launched ahead, if any."""
+        way = self._ahead
+        if way is not None:
+            given = dict(zip(way.slots, way.tokens, strict=True))
+            for slot, token in rows:
+                if given[slot] != token:
+                    raise ValueError(f"slot {slot} went on with token {given[slot]}, not {token}")
+            self._ahead = None
+        return way
+
+    def _launched(self, rows: Sequence[tuple[int, int]]) -> _Way:
+        for slot, _ in rows:
+            self.pages.grow(slot, self._length[slot] + 1)
+        slots, tokens = [slot for slot, _ in rows], [token for _, token in rows]
+        given = [(token, slot, self._length[slot]) for slot, token in rows]
+        gather = partial(self._gather, slots, tokens) if self.decoder.window else None
+        return _Way(self._steps.begin(given, self._size(len(rows)), gather=gather), slots, tokens)
+
+    def _launched_ahead(self, way: _Way, wanted: set[int]) -> _Way | None:
+        """The step that follows one which may still be running, of those of its slots that are wanted; its
+        tokens are not known yet. None where it has to wait."""
+        places = [place for place, slot in enumerate(way.slots) if slot in wanted]
+        size = self._size(len(places))
+        if not self._steps.fits_ahead(size):
+            return None
+        slots = [way.slots[place] for place in places]
+        try:
+            for slot in slots:
+                self.pages.grow(slot, self._length[slot] + 2)
+            given = [(LATER - at, way.slots[at], self._length[way.slots[at]] + 1) for at in places]
+            flight = self._steps.begin(given, size, LANES - 1 - way.flight.lane, ahead=True)
+            return _Way(flight, slots, [])
+        except HeteroError:  # of who asks for it, if it is one then
+            return None
+
+    def _finished(self, way: _Way, wanted: set[int], ahead: bool) -> dict[int, tuple[int, _Told]]:
+        """Wait for a step: of each wanted slot its row and what was told. With ``ahead`` the next one is on
+        its way before."""
+        following = self._launched_ahead(way, wanted) if ahead else None
+        found: dict[int, tuple[int, _Told]] = {}
+        try:
+            try:
+                ids, best = self._steps.end(way.flight)
+            except HandoffError as error:
+                self._told.update({slot: error for slot in way.slots if slot not in {*wanted, *self._free}})
+                raise
+            for place, (slot, *one) in enumerate(zip(way.slots, way.tokens, ids, best, strict=True)):
+                if slot in self._free:
+                    continue
+                told = _Told._make(one)
+                self._grown(slot, told.token)
+                if slot in wanted:
+                    found[slot] = place, told
+                else:
+                    self._told[slot] = told
+            if following is not None:
+                following.tokens.extend(found[slot][1].id for slot in following.slots)
+                if self.decoder.window:
+                    gather = partial(self._gather, following.slots, following.tokens)
+                    self._steps.feed(following.flight, gather)
+                self._ahead = following
+        except BaseException:
+            if following is not None:
+                self._steps.drop(following.flight)
+            raise
+        return found
+
+    def _gather(self, slots: Sequence[int], tokens: Sequence[int], out: Tensor) -> None:
+        given = zip(slots, tokens, strict=True)
+        self.decoder.gather([[*self._last[slot], token][-self.window :] for slot, token in given], out)
+
+    def _grown(self, slot: int, *tokens: int) -> None:
+        self._length[slot] += len(tokens)
+        self._last[slot] = [*self._last[slot], *tokens][-self.window :]
+
+    def _size(self, count: int) -> int:
+        return next(n for n in self.rows if n >= count)
 
     def _read(
         self, slot: int, part: list[int], marks: Sequence[Mark] = (), each: Each | None = None
@@ -249,14 +393,18 @@ class GpuRunner:
         """Logits after one chunk of a prompt."""
         start = self._length[slot]
         within = [mark for mark in marks if start < mark.at <= start + len(part)]
-        tape = self._tracing.tape(CHUNK)
-        with self._tracing.step(tape, len(part)):
+        tape = self._steps.tracing.tape(CHUNK)
+        with self._steps.tracing.step(tape, len(part)):
             with nullcontext() if tape is None else tape.recording(), stamped(tape):
                 ids = torch.tensor(part, dtype=torch.int64).to(self.device)
                 logits = self.decoder.prefill(ids, slot, start, self.pages.table, marks=within, each=each)
             if recorder.active:
-                self._wait(0)
+                self._wait()
         return logits
+
+    def _wait(self) -> None:
+        self._means.mark(0)
+        self._means.wait(0, 0)
 
     # -- graphs
 
@@ -264,148 +412,72 @@ class GpuRunner:
         """Read a short prompt, unless told not to, and run every size once, so that all kernels are there;
         make the graphs, in place of those that were made before. Where an operator cannot be captured, one
         warning names it and steps run eagerly."""
-        if self._stream is None:
+        if isinstance(self._means, HostMeans):
             return
-        self._tracing.close()
-        self._graphs.clear()  # before others are made beside them
+        self.settle()
         if prompt and self._free:
             slot = self.claim()
-            self.prefill(slot, [0] * min(_WARM_PROMPT, self.context))
+            self.prefill(slot, [0] * min(_WARM_PROMPT, self.context, self.kv_tokens))
             self.release(slot)
-        with self._on_stream():
-            for size in reversed(self.rows):
-                self._staging[size].idle()
-                for _ in range(_WARM_UPS):
-                    self._run(size, size, None, None)
-            if self.eager:
-                return
-            torch.cuda.synchronize(self.device)
-            self._pool = torch.cuda.graph_pool_handle()
-            # The largest first, so that the others find memory that it has taken.
-            for size in reversed(self.rows):
-                try:
-                    self._graphs[size] = self._captured(size, None)
-                except CaptureError as error:
-                    self._give_up(error)
-                    return
-                except MachineError:
-                    self._forget()  # whoever makes room may capture again
-                    raise
-
-    def _give_up(self, error: CaptureError) -> None:
-        self._graphs.clear()
-        self.eager, self.why_eager = True, str(error)
-        self._forget()
-        log.warning("the step cannot be captured as a graph and runs eagerly: %s", error)
-
-    def _forget(self) -> None:
-        """What a capture that failed has left half recorded."""
-        if self.handoff is not None:
-            self.handoff.forget(LANE)
-        for one in self.experts:
-            one.forget()
+        with torch.inference_mode(), self._means.stream():
+            self._steps.capture()
 
     @property
     def launches(self) -> dict[int, int]:
         """Rows -> nodes of the graph that a replay runs; empty without graphs."""
-        return {size: graph.launches for size, graph in self._graphs.items()}
+        return {size: graph.launches for size, graph in self._steps.launches().items()}
 
     @property
     def nodes(self) -> dict[int, Mapping[str, int]]:
         """Rows -> kinds of nodes."""
-        return {size: graph.nodes for size, graph in self._graphs.items()}
+        return {size: graph.nodes for size, graph in self._steps.launches().items()}
 
     @property
     def totals(self) -> Totals | None:
         """Of the hand-off in the last step."""
-        return None if self.handoff is None else self.handoff.totals(LANE)
+        return None if self.handoff is None else self.handoff.totals(self._steps.last)
 
     def reads(self) -> dict[str, tuple[int, int]]:
         """(experts, bytes of them) of decode steps so far: found in GPU memory ("gpu"), read over the bus by
-        the GPU ("pcie"), computed by the CPU ("cpu"). Waits for the device; from any thread."""
-        found = dict.fromkeys(("gpu", "pcie", "cpu"), (0, 0))
-        for one in self.experts:
-            counts = one.counts()
-            for tier in found:
-                count, nbytes = found[tier]
-                more: int = getattr(counts, tier)
-                found[tier] = count + more, nbytes + more * one.expert_bytes
-        return found
+        the GPU ("pcie"), computed by the CPU ("cpu"). Waits for the device once; from any thread."""
+        tiers = ("gpu", "pcie", "cpu")
+        if not self.experts:
+            return dict.fromkeys(tiers, (0, 0))
+        counts = torch.stack([one.tallies[0][: len(tiers)] for one in self.experts]).cpu()
+        sizes = torch.tensor([one.expert_bytes for one in self.experts])
+        found = counts.sum(0).tolist(), (sizes @ counts).tolist()
+        return dict(zip(tiers, zip(*found, strict=True), strict=True))
 
     def uses(self) -> dict[int, list[int]]:
         """How often each expert was chosen so far, by the index of the model's layer. As ``reads``."""
-        return {number: one.uses() for number, one in zip(self._numbers, self.experts, strict=False)}
+        rows = [one.tallies[1] for one in self.experts[: len(self._numbers)]]
+        if not rows:
+            return {}
+        counts = torch.split(torch.cat(rows).cpu(), [len(row) for row in rows])
+        return {number: row.tolist() for number, row in zip(self._numbers, counts, strict=True)}
 
     def close(self) -> None:
         """End the hand-off; the graphs go."""
         if self._closed:
             return
         self._closed = True
-        if self._stream is not None:
-            torch.cuda.synchronize(self.device)
-        self._graphs.clear()
-        self._tracing.close()
+        self.settle()
+        self._steps.close()
         if self.handoff is not None:
             self.handoff.close()
         for close in self._closing:
             close()
 
-    # -- one step
 
-    def _means(self, size: int) -> tuple[StepGraph | None, Tape | None]:
-        """What runs a step, None being the operators themselves, and the tape that it stamps into."""
-        plain, tape = self._graphs.get(size), self._tracing.tape(size)
-        if plain is None or tape is None:
-            return plain, tape
-        graph = self._tracing.graph(size, tape, partial(self._captured, size, tape))
-        if graph is None:
-            self._forget()
-            return plain, None
-        return graph, tape
-
-    def _captured(self, size: int, tape: Tape | None) -> StepGraph:
-        return StepGraph(partial(self._record, size, tape), self._stream, self._pool)
-
-    def _run(self, size: int, count: int, graph: StepGraph | None, tape: Tape | None) -> Tensor:
-        """Logits [size, V] of a step whose first ``count`` rows count, once it is through."""
-        with nullcontext() if self.handoff is None else self.handoff.step({LANE: count}):
-            if graph is None:
-                try:
-                    with nullcontext() if tape is None else tape.recording():
-                        out = self._record(size, tape)
-                except BaseException:
-                    self._forget()  # the next step begins anew
-                    raise
-            else:
-                graph.replay()
-                out = graph.out
-            self._wait(size)
-        return out
-
-    def _record(self, size: int, tape: Tape | None) -> Tensor:
-        staging = self._staging[size]
-        with stamped(tape):
-            staging.send()
-            out = self.decoder.step(staging.inputs)
-            if self._shared is not None:
-                self._shared.join()
-            self._results[size].take(out)
-        return out
-
-    def _wait(self, kind: int) -> None:
-        if self._waiter is not None:
-            self._waiter.wait(kind)
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        with torch.inference_mode():
-            if self._stream is None:
-                yield
-                return
-            # Whoever calls may have changed something, such as the experts that GPU memory holds.
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._stream):
-                yield
+def _rows_of(logits: Tensor, places: Sequence[int]) -> Tensor:
+    """The rows of ``places``; for a place below 0 numbers that are none."""
+    if list(places) == list(range(len(places))):
+        return logits[: len(places)]
+    made = logits.new_full((len(places), logits.shape[1]), float("nan"))
+    for row, place in enumerate(places):
+        if place >= 0:
+            made[row] = logits[place]
+    return made
 
 
 def _later(each: Each, first: int, index: int, rows: Tensor) -> None:

@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hetero.decode.inputs import PAGE
 from hetero.engine.gpu.pages import settled
-from hetero.engine.gpu.runner import REMEMBERED, GpuRunner
+from hetero.engine.gpu.runner import GpuRunner
 from hetero.engine.gpu.snapshots import Kept, Marked
 from hetero.engine.sample import Scored
 from hetero.kv.prefix import Entry
+
+_UNREAD = torch.empty(0)
 
 
 class SlotSequence:
@@ -66,6 +69,11 @@ class SlotSequence:
         be cut has no n-grams, for which the last tokens would count.)"""
         self._runner.resume(self.slot, cache, used)
 
+    def settle(self) -> None:
+        """Afterwards ``length`` is of all that it holds: a step that was launched ahead may have added the
+        last token."""
+        self._runner.settle()
+
     def kept(self) -> Kept | None:
         """What this sequence is now; None where there is no memory for its state."""
         return self._runner.keep(self.slot)
@@ -84,11 +92,12 @@ class SlotSequence:
 
     # -- tokens
 
-    def advance(self, tokens: list[int]) -> Tensor | Scored:
-        """Logits [V] after appending ``tokens`` [n >= 1]; they hold until the next step."""
+    def advance(self, tokens: list[int], foreseen: bool = False) -> Tensor | Scored:
+        """Logits [V] after appending ``tokens`` [n >= 1]; they hold until the next step. ``foreseen``: as in
+        ``SlotStepper.advance``."""
         if len(tokens) > 1 or self.length == 0 or self._marks:
             return self._read(tokens, None)
-        return step(self._runner, [self], tokens)[0]
+        return step(self._runner, [self], tokens, foreseen)[0]
 
     def advance_each(self, tokens: list[int], take: Callable[[int, Tensor], None]) -> Tensor:
         return self._read(tokens, take)
@@ -105,7 +114,7 @@ class SlotSequence:
                 self._runner.keeping.give(marked.state)
             raise
         for marked in marks:
-            last = (before + tokens[: marked.at - start])[-REMEMBERED:]
+            last = (before + tokens[: marked.at - start])[-self._runner.window :]
             self._marked.append((marked.at, self._runner.keeping.marked(marked, self.slot, last)))
         return logits
 
@@ -137,9 +146,12 @@ class SlotStepper:
         """A new, empty sequence. Raises HeteroError where all slots are taken."""
         return SlotSequence(self._runner)
 
-    def advance(self, sequences: Many[SlotSequence], tokens: Many[int]) -> list[Scored]:
-        """Logits of each after one token; they hold until the next step."""
-        return step(self._runner, sequences, tokens)
+    def advance(
+        self, sequences: Many[SlotSequence], tokens: Many[int], foreseen: bool = False
+    ) -> list[Scored]:
+        """Logits of each after one token; they hold until the next step. ``foreseen``: nobody reads more of
+        them than the largest, whose token each sequence takes that goes on; by one more step then."""
+        return step(self._runner, sequences, tokens, foreseen)
 
     def shared(self, cache: Kept, used: int) -> int:
         runner = self._runner
@@ -172,7 +184,8 @@ class SlotStepper:
         self.on_shortage(lambda: False)
 
 
-def step(runner: GpuRunner, sequences: Many[SlotSequence], tokens: Many[int]) -> list[Scored]:
-    out = runner.step([(one.slot, token) for one, token in zip(sequences, tokens, strict=True)])
-    assert out.logits is not None
-    return [Scored(*row) for row in zip(out.logits, out.ids, out.best, strict=True)]
+def step(runner: GpuRunner, sequences: Many[SlotSequence], tokens: Many[int], foreseen: bool) -> list[Scored]:
+    rows = [(one.slot, token) for one, token in zip(sequences, tokens, strict=True)]
+    out = runner.step(rows, logits=not foreseen, ahead=foreseen)
+    logits = [_UNREAD] * len(rows) if out.logits is None else out.logits
+    return [Scored(*row) for row in zip(logits, out.ids, out.best, strict=True)]

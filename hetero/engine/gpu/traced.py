@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from hetero.core import MachineError
-from hetero.engine.gpu.graphs import CaptureError, StepGraph
+from hetero.engine.gpu.graphs import CaptureError, Graph
 from hetero.ops.gpu.stamps import Stamps, Tape, at_layer, lap, start
 from hetero.trace import HEAD, STAMPED, recorder
 
@@ -30,7 +30,7 @@ class Tracing:
         self._device = device
         self._stamps: Stamps | None = None
         self._tapes: dict[int, Tape] = {}
-        self._graphs: dict[int, StepGraph] = {}
+        self._graphs: dict[int, Graph] = {}
         self._refused = False
 
     def tape(self, size: int) -> Tape | None:
@@ -47,7 +47,7 @@ class Tracing:
             self._tapes[size] = self._stamps.tape()
         return self._tapes[size]
 
-    def graph(self, size: int, tape: Tape, capture: Callable[[], StepGraph]) -> StepGraph | None:
+    def graph(self, size: int, tape: Tape, capture: Callable[[], Graph]) -> Graph | None:
         """The graph that stamps into ``tape``; None where it cannot be captured."""
         if size not in self._graphs:
             try:

@@ -27,18 +27,18 @@ _GROUPS, _WIDTH = 8, 1024  # of a program: groups of 32 activations, results tha
 
 
 class Port(Protocol):
-    """The CPU's side of a decode step, by MoE layer, from 0: a hand-off's lane, or ``DirectPort``."""
+    """The CPU's side of a decode step, by MoE layer, from 0: lanes of a hand-off, or ``DirectPort``."""
 
     def payload(self, layer: int) -> Any:
-        """Tensors ``x`` [R, hidden], ``ids`` [R, k], ``weights`` float32 [R, k] and ``result`` float32
-        [R, hidden], which kernels of the device may write and read; ids outside [0, experts) are not the
-        CPU's."""
+        """Of the next submit: tensors ``x`` [R, hidden], ``ids`` [R, k], ``weights`` float32 [R, k] and
+        ``result`` float32 [R, hidden], which kernels of the device may write and read; ids outside
+        [0, experts) are not the CPU's."""
 
     def record_submit(self, layer: int) -> None:
         """The payload was written; the CPU may begin."""
 
     def record_collect(self, layer: int) -> object:
-        """What follows on the stream finds the result."""
+        """What follows on the stream finds the result of the oldest submit that was not collected."""
 
 
 class DirectPayload(NamedTuple):
@@ -121,6 +121,7 @@ class _Step(NamedTuple):
     read in place; ``read``: of those that are brought beforehand, once ``mark`` says so."""
 
     rows: int
+    result: Tensor
     ids: Tensor
     weights: Tensor
     addresses: Tensor
@@ -235,7 +236,7 @@ class HybridExperts:
         quantised = (q.view(torch.int32), scales) if coded else (q, q)
         self._pending.append(
             _Step(
-                rows, ids, weights, addresses[0], sources if stays or staged else None, quantised,
+                rows, to.result, ids, weights, addresses[0], sources if stays or staged else None, quantised,
                 addresses[1] if staged else None, mark,
             )
         )  # fmt: skip
@@ -273,11 +274,10 @@ class HybridExperts:
             stamps.lap(AHEAD)
         self.port.record_collect(self.layer)
         stamps.lap(WAIT)
-        result: Tensor = self.port.payload(self.layer).result
         out = torch.empty(step.rows, self.experts.spec.hidden, device=self.device)
         count = out.numel()
         hybrid_kernels.add[(-(-count // _WIDTH),)](
-            out if own is None else own, out if read is None else read, result,
+            out if own is None else own, out if read is None else read, step.result,
             out if extra is None else extra.contiguous(), out, count,
             HAS_OWN=own is not None, HAS_READ=read is not None, HAS_EXTRA=extra is not None, WIDTH=_WIDTH,
         )  # fmt: skip
@@ -338,6 +338,11 @@ class HybridExperts:
     def seed(self, counts: Sequence[float]) -> None:
         """Fill the slots with the experts of the highest ``counts`` [experts]. Between steps only."""
         self.cache.seed(counts)
+
+    @property
+    def tallies(self) -> tuple[Tensor, Tensor]:
+        """On the device, int64: what ``counts`` tells, [5], and what ``uses`` does, [experts]."""
+        return self.cache.totals, self.cache.chosen
 
     def uses(self) -> list[int]:
         """How often each expert was chosen, by steps and prompts, while GPU memory holds some; waits for the

@@ -1,0 +1,101 @@
+"""A thread in a GPU's place: graphs are functions that it calls in turn, when they are replayed."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIMIT_S = 60.0
+
+
+class Gate:
+    """Of events; a step that nobody lets in fails."""
+
+    def __init__(self, lanes: int) -> None:
+        self.events = [threading.Event() for _ in range(lanes)]
+
+    def record(self, lane: int) -> None:
+        assert self.events[lane].wait(LIMIT_S), "nobody has opened the gate"
+        self.events[lane].clear()
+
+    def open(self, lane: int) -> None:
+        assert not self.events[lane].is_set()
+        self.events[lane].set()
+
+    def failed(self, lane: int) -> bool:
+        return False
+
+
+class PlayedGraph:
+    def __init__(self, means: TwinMeans, record: Callable[[], Tensor]) -> None:
+        self._means, self._record = means, record
+        self.out = torch.empty(0)
+        self.launches, self.nodes = 1, {"kernel": 1}
+
+    def replay(self) -> None:
+        self._means.play(self._run)
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            self.out = self._record()
+
+
+class TwinMeans:
+    """``Means`` of a runner. ``delay``: seconds at most that the thread waits before a step, at random;
+    ``replays``: how many there were, ``ahead``: how many while another one had not ended."""
+
+    why_eager = ""
+
+    def __init__(self, delay: float = 0.0) -> None:
+        self.delay = delay
+        self.replays = self.ahead = 0
+        self._thread = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
+        self._marks: dict[int, Future[None] | None] = {}
+        self._running = 0
+
+    def graph(self, record: Callable[[], Tensor], pool: Any) -> Any:
+        return PlayedGraph(self, record)
+
+    def play(self, run: Callable[[], None]) -> None:
+        self.replays += 1
+        self.ahead += self._running > 0
+        self._running += 1
+        seconds = random.random() * self.delay
+
+        def later() -> None:
+            time.sleep(seconds)
+            run()
+
+        self._last = self._thread.submit(later)
+
+    def pool(self) -> None: ...
+
+    def gate(self, handoff: Any, lanes: int) -> Gate:
+        return Gate(lanes)
+
+    def mark(self, lane: int) -> None:
+        self._marks[lane] = self._last
+
+    def wait(self, kind: int, lane: int) -> None:
+        mark = self._marks.pop(lane)
+        if mark is not None:
+            if kind:
+                self._running = max(0, self._running - 1)
+            mark.result(LIMIT_S)
+
+    def synchronize(self) -> None:
+        self._running = 0
+        if self._last is not None:
+            self._last.exception(LIMIT_S)
+
+    def stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
