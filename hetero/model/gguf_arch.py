@@ -291,6 +291,26 @@ ARCHS: dict[str, Arch] = {
         model_type="mistral4",
         derived=("latent", "leading_dense", "attention_bias", "temperature"),
     ),
+    "llama4": Arch(
+        "llama4_text",
+        rules=_modules({
+            T.FFN_GATE_INP: "feed_forward.router",
+            T.FFN_GATE: "feed_forward.gate_proj",
+            T.FFN_UP: "feed_forward.up_proj",
+            T.FFN_DOWN: "feed_forward.down_proj",
+            T.FFN_GATE_SHEXP: "feed_forward.shared_expert.gate_proj",
+            T.FFN_UP_SHEXP: "feed_forward.shared_expert.up_proj",
+            T.FFN_DOWN_SHEXP: "feed_forward.shared_expert.down_proj",
+        }),
+        experts="feed_forward.experts",
+        fields=_LOCAL_EXPERTS | {
+            Keys.LLM.FEED_FORWARD_LENGTH: "intermediate_size_mlp",
+            Keys.LLM.EXPERT_FEED_FORWARD_LENGTH: "intermediate_size",
+        },
+        implied={"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1,
+                 "attn_temperature_tuning": True, "no_rope_layer_interval": 4},
+        derived=("attention_bias", "llama4"),
+    ),
     "mimo2": Arch(
         "mimo_v2_flash",
         experts=_EXPERTS,
@@ -600,7 +620,6 @@ UNREAD: dict[str, str] = dict.fromkeys(
     ),
     "transformers has no tree for it",
 ) | {
-    "llama4": "transformers' experts of it are outside the interface that hetero runs",
     "dbrx": "transformers' experts of it are outside the interface that hetero runs",
     "nomic-bert-moe": "it is an encoder",
     "mistral3": "its experts have no tree in transformers",
@@ -625,10 +644,10 @@ def find_arch(metadata: Mapping[str, Any], name: str, where: str) -> Arch:
             return _DEEPSEEK3 if sigmoid else _DEEPSEEK2
         case "granitemoe" if Keys.LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH.format(arch=name) in metadata:
             return replace(ARCHS[name], model_type="granitemoeshared", fields=_GRANITE_SHARED)
-    if name in ARCHS:
+    if name in ARCHS and (name != "llama4" or experts):
         return ARCHS[name]
     known = sorted({*ARCHS, "llama", "deepseek2"})
-    reason = UNREAD.get(name) or ("without experts" if name == "deepseek2" else "")
+    reason = UNREAD.get(name) or ("without experts" if name in ("deepseek2", "llama4") else "")
     raise InputError(
         f"{where}: architecture {name!r} is not supported{f' ({reason})' if reason else ''}; supported: "
         f"{', '.join(known)}"

@@ -410,6 +410,14 @@ def _conv_layers(r: _Reading) -> None:
     r.values["layer_types"] = r.choose({T.SHORTCONV_CONV: "conv", T.ATTN_Q: "full_attention"})
 
 
+def _llama4(r: _Reading) -> None:
+    r.values |= {
+        "moe_layers": [n for n in range(r.layers) if r.has(T.FFN_GATE_INP, n)],
+        # Of the two that there are, the one with 128 experts has no norms of queries and keys.
+        "use_qk_norm": r.values["num_local_experts"] != 128,
+    }
+
+
 def _mimo(r: _Reading) -> None:
     """Sliding layers have twice the heads of keys, and see as many positions as the file says beside their
     own."""
@@ -620,6 +628,7 @@ DERIVED: dict[str, Callable[[_Reading], None]] = {
     "kimi_layers": _kimi_layers,
     "latent": _latent,
     "leading_dense": _leading_dense,
+    "llama4": _llama4,
     "mimo": _mimo,
     "mlp_bias": _mlp_bias,
     "nemotron_layers": _nemotron_layers,

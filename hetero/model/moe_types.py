@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,12 @@ REFUSED: dict[str, str] = {
     "diffusion_gemma": "it denoises blocks of tokens by diffusion and is not a causal language model",
     "doge": "its experts are outside transformers' experts interface",
     "jetmoe": "its experts, in attention too, are outside transformers' experts interface",
-    "llama4": "its experts are outside transformers' experts interface",
     "longcat_flash": "its experts are outside transformers' experts interface",
     "nllb-moe": "it is an encoder-decoder",
     "openai_privacy_filter": "it classifies tokens and is not a causal language model",
     "switch_transformers": "it is an encoder-decoder",
 }
-_PARTS = {"llama4_text": "llama4", "diffusion_gemma_text": "diffusion_gemma"}
+_PARTS = {"diffusion_gemma_text": "diffusion_gemma"}
 
 
 # Types whose forward in transformers does not carry all of its state from one piece of a prompt to the next
@@ -32,9 +32,9 @@ WHOLE_PROMPT = frozenset({"jamba", "unlimited_ocr"})
 
 
 # Types whose forward in transformers cannot take one token of each of several sequences of different lengths
-# (``hetero.model.rows``): it keeps state of the whole sequence outside the modules that use it. Their
-# sequences take turns.
-APART = frozenset({"qwen4_exp", "qwen4_exp_text"})
+# (``hetero.model.rows``): it keeps state of the whole sequence outside the modules that use it, or counts
+# positions by what its cache holds. Their sequences take turns.
+APART = frozenset({"llama4", "llama4_text", "qwen4_exp", "qwen4_exp_text"})
 
 
 def refusal(model_type: str) -> str | None:
@@ -49,8 +49,15 @@ def check_type(model_type: str) -> None:
         raise InputError(f"model_type {model_type!r} is not supported: {reason}")
 
 
-# Experts classes with the parameters and the call of the interface, but without its marks: name -> marks.
+# Experts classes with the parameters of the interface, but without its marks: name -> marks. The call of
+# Llama 4's is another; its block (``hetero.ops.recipes``) makes the interface's of it.
 _UNMARKED: dict[str, dict[str, bool]] = {
+    "Llama4TextExperts": {
+        "has_gate": True,
+        "has_bias": False,
+        "is_transposed": True,
+        "is_concatenated": True,
+    },
     "Step3p7Experts": {
         "has_gate": True,
         "has_bias": False,
@@ -63,8 +70,17 @@ _UNMARKED: dict[str, dict[str, bool]] = {
 def mark_experts(model: nn.Module) -> None:
     """Give experts that only lack the marks of transformers' interface these marks."""
     for module in model.modules():
-        for flag, value in _UNMARKED.get(type(module).__name__, {}).items():
-            setattr(module, flag, value)
+        act: Any = getattr(module, "act_fn", None)
+        marks: dict[str, Any] = {**_UNMARKED.get(type(module).__name__, {})}
+        if marks and not hasattr(module, "_apply_gate"):
+            marks["_apply_gate"] = partial(_plain_gate, act)
+        for name, value in marks.items():
+            setattr(module, name, value)
+
+
+def _plain_gate(act: Callable[[torch.Tensor], torch.Tensor], joined: torch.Tensor) -> torch.Tensor:
+    gate, up = joined.chunk(2, dim=-1)
+    return act(gate) * up
 
 
 # Spellings of "experts a token is sent to" in configurations.

@@ -106,9 +106,15 @@ class MoeBlock(nn.Module):
         routed = self._route(hidden_states if recipe.router_unflattened else x, kwargs)
         experts: Any = self.experts
         ids, weights = (routed[2], routed[1]) if self.routing is None else self.routing(routed[2], routed[1])
-        pending: Pending = experts.submit(self._through(recipe.before, x), ids, weights)
+        inputs, slots = self._through(recipe.before, x), 1
+        if recipe.weighs_inputs:  # each of a token's experts has an input of its own
+            slots = ids.shape[1]
+            inputs = (inputs.unsqueeze(1) * weights.to(inputs.dtype).unsqueeze(-1)).flatten(0, 1)
+            ids, weights = ids.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1)
+        pending: Pending = experts.submit(inputs, ids, weights)
         shared = self._shared_output(x, routed)
         out = self._through(recipe.after, pending.collect())
+        out = out if slots == 1 else out.view(-1, slots, out.shape[-1]).sum(dim=1)
         out = self._combine(out, shared)
         return recipe.returns(out.reshape(hidden_states.shape), routed)
 
@@ -117,7 +123,9 @@ class MoeBlock(nn.Module):
         recipe = self.recipe
         extra = [getattr(self, name, None) for name in recipe.router_attrs]
         named = {name: kwargs.get(source) for name, source in self._router_kwargs.items()}
-        return getattr(self, recipe.router)(x, *extra, **named)  # type: ignore[no-any-return]
+        router = getattr(self, recipe.router)
+        routed: tuple[Any, ...] = router(x, *extra, **named)
+        return routed if recipe.choice is None else recipe.choice(router, routed)
 
     def _through(self, names: tuple[str, ...], x: torch.Tensor) -> torch.Tensor:
         for name in names:

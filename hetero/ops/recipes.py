@@ -12,6 +12,7 @@ from typing import Any
 
 # What a block's forward returns from (hidden states, what the router returned).
 Returns = Callable[[Any, tuple[Any, ...]], Any]
+Choice = Callable[[Any, tuple[Any, ...]], tuple[Any, Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,18 @@ class Recipe:
     float32_sum: str = ""
     # A norm of the sum.
     norm: str = ""
+    # (router, what it returned) -> (logits, weights [T, k], ids [T, k]), where it returns something else.
+    choice: Choice | None = None
+    # Weights are of the experts' inputs, and not of their outputs.
+    weighs_inputs: bool = False
     returns: Returns = lambda hidden, routed: hidden
+
+
+def _of_all_experts(router: Any, returned: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """From scores [T, E], zero but for the chosen ones, and logits [T, E]."""
+    scores, logits = returned
+    ids = logits.topk(router.top_k, dim=1).indices
+    return logits, scores.gather(1, ids), ids
 
 
 _PLAIN = Recipe()
@@ -82,6 +94,12 @@ RECIPES: dict[str, Recipe] = {
     "HYV3MoE": replace(_CORRECTED, float32_sum="enable_moe_fp32_combine"),
     "InklingMoE": Recipe(shared_kwargs={"gammas": 3}),
     "Lfm2MoeSparseMoeBlock": Recipe(router_attrs=("expert_bias",)),
+    "Llama4TextMoe": replace(
+        _ROUTER,
+        choice=_of_all_experts,
+        weighs_inputs=True,
+        returns=lambda hidden, routed: (hidden, routed[0]),
+    ),
     "MiniMaxM2SparseMoeBlock": _CORRECTED,
     "MuseSparkMoE": Recipe(before=("pre_expert_proj", "pre_expert_norm"), after=("post_expert_proj",)),
     "NemotronHMoE": Recipe(before=("fc1_latent_proj",), after=("fc2_latent_proj",)),

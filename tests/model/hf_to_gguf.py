@@ -195,6 +195,13 @@ def mistral4(w: GGUFWriter, c: Any) -> None:
     w.add_attn_temperature_scale(c.rope_parameters["llama_4_scaling_beta"])
 
 
+def llama4(w: GGUFWriter, c: Any) -> None:
+    w.add_feed_forward_length(c.intermediate_size_mlp)
+    w.add_expert_feed_forward_length(c.intermediate_size)
+    w.add_interleave_moe_layer_step(c.interleave_moe_layer_step)
+    w.add_rope_dimension_count(c.head_dim)
+
+
 def mimo2(w: GGUFWriter, c: Any) -> None:
     sliding = [kind == "sliding_attention" for kind in c.layer_types]
     w.add_head_count_kv([c.num_key_value_heads * (1 + flag) for flag in sliding])
@@ -382,6 +389,7 @@ EXTRA: dict[str, Callable[[GGUFWriter, Any], None]] = {
     "kimi-linear": kimi,
     "lfm2moe": lfm2,
     "llama": llama,
+    "llama4": llama4,
     "mimo2": mimo2,
     "minimax-m2": partial_rope,
     "mistral4": mistral4,
@@ -509,7 +517,7 @@ class _Tensor:
     def experts(self, x: Tensor) -> Named:
         suffix = ".bias" if self.leaf.endswith("_bias") else ".weight"
         part = self.leaf.removesuffix("_bias").removesuffix("_proj")
-        if self.arch == "gpt-oss" and suffix == ".weight":
+        if self.arch in ("gpt-oss", "llama4") and suffix == ".weight":
             x = x.transpose(1, 2)
         if part != "gate_up":
             yield self.as_kind(EXPERT[part], suffix), x

@@ -65,6 +65,9 @@ MOE: list[tuple[str, str, dict[str, Any]]] = [
     ("afmoe", "afmoe", {"mup_enabled": True}),
     ("exaone-moe", "exaone_moe", {}),
     ("kimi-linear", "kimi_linear", {}),
+    ("llama4", "llama4_text", {
+        "num_experts_per_tok": 1, "no_rope_layer_interval": 4, "floor_scale": 8192,
+        "attention_chunk_size": 8192}),
     ("mimo2", "mimo_v2_flash", {
         "attention_value_scale": 0.5, "routed_scaling_factor": 1.0, "rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
@@ -96,7 +99,7 @@ SAME_AS = {"qwen3vlmoe": "qwen3moe"}
 
 def tiny(model_type: str, **changes: Any) -> Any:
     """A random model with the configuration of its type, changed."""
-    if model_type == "gemma4_text":  # which has the sizes of each layer from the start
+    if model_type in ("gemma4_text", "llama4_text"):  # which have what each layer is from the start
         config = tiny_config(model_type, **changes)
     else:
         config = tiny_config(model_type)

@@ -253,11 +253,12 @@ def _table(rows: list[Row]) -> str:
     ]
     whole = " and ".join(sorted(WHOLE_PROMPT))
     lines += ["", f"transformers' code of {whole} cannot read a prompt in pieces: it is read in one pass."]
-    apart = " and ".join(sorted(APART))
+    *first, last = sorted(APART)
     lines += [
         "",
         "Answers that are made at once share every step of the model (`tests/model/test_rows.py` compares",
-        f"each type with its sequences alone), except of {apart}: theirs take turns.",
+        f"each type with its sequences alone), except of {', '.join(first)} and {last}: theirs take turns.",
+        "qwen4_exp's n-gram table may stay on disk ([tiers.md](tiers.md)).",
     ]
     lines += ["", f"## Refused ({len(REFUSED)})", "", "| model type | reason |", "|---|---|"]
     lines += [f"| {t} | {reason} |" for t, reason in sorted(REFUSED.items())]

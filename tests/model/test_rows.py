@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,6 @@ def test_rows_are_sequences_alone(model_type: str, tmp_path: Path) -> None:
     save_tiny(model_type, tmp_path)
     model = load_ours(tmp_path)
     assert takes_rows(model) == (model_type not in APART)
-    if model_type in APART:
-        with pytest.raises((RuntimeError, ValueError)):
-            stepped(model)
-        return
     with torch.inference_mode():
         stepper = Stepper(model)
         alone = [begun(stepper, tokens) for tokens in PROMPTS]
@@ -45,6 +42,11 @@ def test_rows_are_sequences_alone(model_type: str, tmp_path: Path) -> None:
             torch.stack([sequence.advance([token]) for token in tokens])
             for sequence, tokens in zip(alone, NEXT, strict=True)
         ]
+    if model_type in APART:  # it refuses such rows, or takes their positions for one another's
+        with suppress(RuntimeError, ValueError):
+            got = stepped(model)
+            assert max(relative(got[:, row], want[row]) for row in range(len(PROMPTS))) > TOLERANCE
+        return
     got = stepped(model)
     for row in range(len(PROMPTS)):
         assert relative(got[:, row], want[row]) < TOLERANCE, row

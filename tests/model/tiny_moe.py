@@ -97,6 +97,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "kolibri1": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "laguna": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "llama4_text": {"floor_scale": 4, "attention_chunk_size": 8, "no_rope_layer_interval": 2,
+                    "intermediate_size_mlp": 48, "moe_layers": [0, 1, 3]},
     "mellum": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "minimax_m3_vl_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "muse_spark_audio": {"patch_sizes": [4], "hidden_sizes": [32], "depths": [1]},
