@@ -52,7 +52,11 @@ def assert_sound(placement: Placement, modules: tuple[ModuleInfo, ...], gpu: boo
     assert bool(linear) == bool(fused)
     assert linear <= {m.name for m in modules if "Linear" in m.classes}
     tables = replaced.pop("embedding", [])
-    assert tables == [m.name for m in modules if m.name.endswith(".ngram_embedding")]
+    assert tables == [
+        m.name
+        for m in modules
+        if m.name.endswith((".ngram_embedding", "_per_layer")) and "Embedding" in m.classes
+    ]
     assert not replaced
     placed = {a.module for a in placement.assignments}
     assert placed >= {m.name for m in modules if m.own_params}
@@ -61,7 +65,7 @@ def assert_sound(placement: Placement, modules: tuple[ModuleInfo, ...], gpu: boo
     dense = {
         placement.device_of(m.name)
         for m in modules
-        if m.own_params and m.experts is None and "ngram" not in m.name
+        if m.own_params and m.experts is None and m.name not in tables
         and not (fused and m.name.endswith("embed_tokens"))
         and not m.name.startswith(tuple(f"{name}." for name in experts))
     }  # fmt: skip
