@@ -135,8 +135,8 @@ class ModelOptions:
         from hetero.model import hf
 
         rules, dtype, vram = self.rules, self.dtype, self._vram
-        _require_gpu({"--vram": vram is not None, "--handoff": self.handoff != "auto"})
         gpu = gpu_options(vram, slots=concurrency, context=context, kv_tokens=kv_tokens, handoff=self.handoff)
+        _require_gpu({"--vram": vram is not None, "--handoff": self.handoff != "auto"})
         hf.quiet()
         if self.auto:
             from hetero.auto import gpu_now, plan_run

@@ -279,5 +279,7 @@ def test_a_cap_without_a_gpu() -> None:
     placement: Any = SimpleNamespace(assignments=[SimpleNamespace(op="keep", device="cpu")])
     with pytest.raises(InputError, match="--vram: the rules place nothing on a GPU"):
         loading.Graphs(None, placement, "float32", GpuOptions(vram=GIB))
+    with pytest.raises(InputError, match="--handoff spin: of fused layers, and the rules fuse none"):
+        loading.Graphs(None, placement, "float32", GpuOptions(handoff="spin"))
     graphs = loading.Graphs(None, placement, "float32", None)
     assert graphs.fuse(100) is None

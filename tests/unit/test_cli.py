@@ -233,7 +233,6 @@ def test_a_wrong_end_of_text(bare: Path, value: str) -> None:
     ("options", "message"),
     [
         (["--vram", "lots"], "--vram lots: is no size"),
-        (["--vram", "2GiB", "--rules", "default-cpu"], "--vram: the rules place nothing on a GPU"),
         (["--handoff", "graph"], "--handoff graph: must be one of auto, memop, spin, hostfunc"),
         (["--ctx", "1"], "--ctx 1: must be at least 2"),
         (["--ctx", "99999999"], "--ctx 99999999: the context of this model holds"),
@@ -241,6 +240,20 @@ def test_a_wrong_end_of_text(bare: Path, value: str) -> None:
 )
 def test_wrong_options_of_a_gpu(folder: Path, options: list[str], message: str) -> None:
     assert message in refused(2, "run", folder, "--prompt-ids", "5", *options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--vram", "2GiB", "--auto"], "--vram"),
+        (["--handoff", "spin"], "--handoff"),
+        (["--handoff", "spin", "--vram", "2GiB"], "--vram, --handoff"),
+    ],
+)
+def test_options_of_a_gpu_without_one(folder: Path, options: list[str], names: str) -> None:
+    said = refused(3, "run", folder, "--prompt-ids", "5", *options)
+    assert f"{names}: of a GPU, and torch sees none here" in said
 
 
 def test_a_shorter_context(folder: Path) -> None:
