@@ -119,7 +119,7 @@ def reads(folder: Path, rounds: int) -> dict[str, Any]:
     from hetero.core import ExpertSpec
     from hetero.cpu import CpuExperts, checksum
     from hetero.formats import parse_format
-    from tests.store.made import empty, written
+    from tests.store.made import empty, read_block, written
 
     spec = ExpertSpec(64, 2048, 1024, 4)
     experts = CpuExperts(spec, parse_format("int8"))
@@ -141,7 +141,7 @@ def reads(folder: Path, rounds: int) -> dict[str, Any]:
         disk, fresh = disk_read(path), empty(experts)
         drop(path)
         began, cpu = time.perf_counter(), time.process_time()
-        file.read_block(0, fresh)
+        read_block(file, 0, fresh)
         start, cpu = nbytes / (time.perf_counter() - began), nbytes / (time.process_time() - cpu)
         print(
             f"disk {disk / 1e9:.2f} GB/s, start {start / 1e9:.2f} GB/s ({start / disk:.0%}), "

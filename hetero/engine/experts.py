@@ -10,7 +10,7 @@ from typing import Any
 
 from hetero.config import settings
 from hetero.core import InputError, MachineError, ModuleInfo
-from hetero.engine.packing import Packed, PackTarget, close_quietly, fill, keep, pack
+from hetero.engine.packing import Filling, Packed, PackTarget, close_quietly, keep, pack
 from hetero.engine.tables import disk_hint, largest_in_flight
 from hetero.engine.tiers import Site, Tiers, apply_slots, decide, find_sites, manifest_of, slow_note
 from hetero.hw import memory
@@ -72,11 +72,21 @@ class ExpertsOnTiers:
         found = find(self._cache.look, self._file_name, self._manifest)
         self._file = found.file
         self.notes += found.notes
+
+    @property
+    def has_file(self) -> bool:
+        """Whether a file is there to be read; else weights of the checkpoint are."""
+        return self._file is not None
+
+    def pack(self, ready: Ready) -> None:
+        """Make the file that the disk tier cannot do without, where there is none.
+
+        ``ready.model`` is the tree before operators replace its blocks.
+        """
         if self._tiers.slots and self._file is None:
             self._file = self._pack(ready)
 
     def _pack(self, ready: Ready) -> PackFile:
-        """Make the file that the disk tier cannot do without."""
         folder = self._cache.write or settings().cache / "packed"
         path = folder / self._file_name
         self._tell(
@@ -92,20 +102,27 @@ class ExpertsOnTiers:
         except PackUnusable as error:
             raise MachineError(f"{path} {error}") from None
 
-    def fill(self, sinks: Mapping[str, Any]) -> set[str]:
-        """Give the experts of ``sinks`` what the file has; returns the names that need nothing more."""
-        if self._file is None:
-            return set()
-        ram: dict[str, Any] = {}
-        filled = set()
+    def reading(self, sinks: Mapping[str, Any]) -> Filling:
+        """Begin to give the experts of ``sinks`` what the file has; ``finish`` ends it."""
+        ram = {}
         for index, site in enumerate(self._sites):
             backend = sinks[site.name].backend
-            if site.name in self._tiers.slots:
-                backend.attach(self._file, index)
-                filled.add(site.name)
-            else:
+            if site.name not in self._tiers.slots:
                 ram[site.name] = backend
-        read, damage = fill(self._file, ram, self._progress)
+            elif self._file is not None:
+                backend.attach(self._file, index)
+        return Filling(self._file, ram, self._progress)
+
+    @property
+    def attached(self) -> set[str]:
+        """Experts modules whose experts stay in the file."""
+        return set(self._tiers.slots) if self._file is not None else set()
+
+    def finish(self, reading: Filling) -> set[str]:
+        """Wait for what ``reading`` began; returns the names whose experts have come."""
+        read, damage = reading.finish()
+        if self._file is None:
+            return read
         if damage is not None:
             self.notes.append(f"{damage}; these experts were packed anew")
         elif read:
@@ -116,7 +133,7 @@ class ExpertsOnTiers:
         elif damage is not None:
             close_quietly(self._file)
             self._file = None
-        return filled | read
+        return read
 
     def keep(self, sinks: Mapping[str, Any]) -> None:
         """Write the file where the user wants one and there is none."""

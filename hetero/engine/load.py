@@ -28,7 +28,7 @@ from hetero.model.build import build_meta, describe
 from hetero.model.config import load_config
 from hetero.model.gguf_file import locate
 from hetero.model.keep import resolve_formats
-from hetero.model.loader import load, plan_load
+from hetero.model.loader import LoadReport, load, plan_load
 from hetero.model.moe_types import WHOLE_PROMPT
 from hetero.model.shapes import resolve_model
 from hetero.model.sources import open_source
@@ -118,28 +118,37 @@ def load_model(
     config, model, placement, dtype = ready.config, ready.model, ready.placement, ready.dtype
     graphs = Graphs(model, placement, dtype, gpu)
     checkpoint, plan = ready.checkpoint, ready.plan
-    tokenizer = load_tokenizer(folder)
     experts = ExpertsOnTiers(ready, store, progress, tell)
-    placement = experts.placement
+    placement, found = experts.placement, experts.has_file
+    tokenizer = None if found else load_tokenizer(folder)
+    experts.pack(ready)
     injected = inject.apply(model, placement)
-    filled = experts.fill(injected.sinks)
     homes = {name: str(one.loads_on) for name, one in model.named_modules() if hasattr(one, "loads_on")}
 
     def home(tensor: str) -> str:
         module = tensor.rpartition(".")[0]
         return homes.get(module) or placement.device_of(module) or "cpu"
 
-    with graphs.enough_memory():
-        report = load(
+    def read(sinks: set[str], **options: Any) -> LoadReport:
+        return load(
             model,
             checkpoint,
-            {name: sink for name, sink in injected.sinks.items() if name not in filled},
+            {name: injected.sinks[name] for name in sinks},
             dtype=DTYPES[dtype],
             device=home,
-            progress=progress,
             plan=plan,
-            filled=filled,
+            **options,
         )
+
+    with graphs.enough_memory(), experts.reading(injected.sinks) as reading:
+        # All else is read while the experts come from their file.
+        tokenizer = load_tokenizer(folder) if found else tokenizer
+        known = reading.names | experts.attached
+        rest = injected.sinks.keys() - known
+        report = read(rest, filled=known, progress=None if reading.names else progress)
+        damaged = reading.names - experts.finish(reading)
+        if damaged:
+            read(damaged, experts_only=True, progress=progress)
         experts.keep(injected.sinks)
         inject.finish(model)
     tables = speed_notes(model)

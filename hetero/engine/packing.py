@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hetero.core import ExpertSpec, MachineError
 from hetero.cpu import CpuExperts
@@ -113,40 +115,67 @@ def _comes_whole(experts: str, plan: LoadPlan) -> bool:
     return any(not is_expertwise(target) for target in own)
 
 
-def fill(
-    file: PackFile, backends: Mapping[str, Any], progress: Progress | None = None
-) -> tuple[set[str], str | None]:
-    """Read blocks of ``file`` into the arenas of ``backends``, by name of experts module.
+class Filling:
+    """Blocks of a file on their way into arenas, while other work goes on.
 
-    Returns the names that are filled, and what was wrong with the first block that could not be read. A file
-    of damaged experts is removed, since it would be as wrong the next time.
+    As a context: what has not been read when it is left does not come any more.
     """
-    blocks = file.manifest.blocks
-    total = sum(block.nbytes for block in blocks if block.name in backends)
-    done = 0
-    filled: set[str] = set()
-    damage: str | None = None
-    damaged = False
 
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
+    def __init__(
+        self, file: PackFile | None, backends: Mapping[str, Any], progress: Progress | None = None
+    ) -> None:
+        """Begin to read into ``backends``, by name of experts module; those that the file does not have, and
+        all without a file, are left alone. ``progress`` is called by other threads."""
+        self._file, self._backends, self._progress = file, backends, progress
+        self._lock = threading.Lock()
+        blocks = list(enumerate(file.manifest.blocks)) if file is not None else []
+        self._blocks = {block.name: index for index, block in blocks if block.name in backends}
+        self._total = sum(block.nbytes for _, block in blocks if block.name in backends)
+        self._done = 0
+        self._reads: dict[str, list[Future[Any]]] = {}
+        if file is not None:
+            for name, index in self._blocks.items():
+                self._reads[name] = file.start_block(index, backends[name], self._count)
 
-    for index, block in enumerate(blocks):
-        if block.name not in backends:
-            continue
-        try:
-            file.read_block(index, backends[block.name], count)
-        except MachineError as error:
-            damage = damage or str(error)
-            damaged = damaged or isinstance(error, DamagedError)
-            continue
-        filled.add(block.name)
-    if damaged:
-        discard(file.path)
-    return filled, damage
+    @property
+    def names(self) -> set[str]:
+        """Of the modules whose experts come."""
+        return set(self._blocks)
+
+    def finish(self) -> tuple[set[str], str | None]:
+        """Wait. Returns the names that are filled, and what was wrong with the first block that could not be
+        read. A file of damaged experts is removed, since it would be as wrong the next time."""
+        filled: set[str] = set()
+        damage: str | None = None
+        damaged = False
+        if self._file is None:
+            return filled, None
+        for name, index in self._blocks.items():
+            try:
+                self._file.finish_block(index, self._backends[name], self._reads.pop(name))
+            except MachineError as error:
+                damage = damage or str(error)
+                damaged = damaged or isinstance(error, DamagedError)
+                continue
+            filled.add(name)
+        if damaged:
+            discard(self._file.path)
+        return filled, damage
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        left = [read for reads in self._reads.values() for read in reads]
+        running = [read for read in left if not read.cancel()]
+        self._reads.clear()
+        wait(running)
+
+    def _count(self, nbytes: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._done += nbytes
+                self._progress(self._done, self._total)
 
 
 def keep(path: Path, manifest: Manifest, backends: Mapping[str, CpuExperts], tell: Tell) -> str:

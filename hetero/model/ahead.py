@@ -1,27 +1,205 @@
-"""Reading ahead: the kernel fetches what a loader reads next, while it packs what it has read."""
+"""Reading ahead of whoever uses what is read: files of weights read past the page cache, and work done early.
+
+Memory for reads is used again, since the system takes longer to give fresh pages than a disk to fill them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
 
-# How far ahead, bytes: more than any expert has, and nothing beside the memory that a model takes.
-AHEAD = 64 << 20
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hetero.core import InputError
+from hetero.store.reads import ALIGN, PIECE, DirectFile, aligned, settle, submit
+
+T = TypeVar("T")
+
+AHEAD = 32 << 20
+"""Bytes of a source that wait for their user at most, or one more piece of work."""
+
+THREADS = 6
+"""That read and unpack ahead; requests to the disk are on threads of their own."""
+
+# Smaller reads go through the page cache, since they are not of whole pages; what is larger is no expert, and
+# its memory would not be asked for again.
+_LEAST, _MOST = 1 << 18, 1 << 28
+_BATCH = PIECE  # bytes of small jobs that are done together
+_STEP = 1 << 16  # sizes of lent memory, so that it fits more than one tensor
+_PAGES = 8  # of a file that are looked for in the page cache
 
 
-class ReadAhead:
-    """Of one file, which is read mostly from its beginning to its end. All of it is advice to the kernel."""
+class _Lender:
+    """Memory that returns by itself when the last tensor in it is gone. Any thread may take and drop it."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._until = 0  # before this, all was asked for
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[int, list[mmap.mmap]] = {}
+        self._held = 0  # bytes in _free
 
-    def read(self, end: int) -> None:
-        """Bytes before ``end`` are about to be read."""
-        start = max(self._until, end)
-        # Half at a time, so that there are few calls.
-        if start - end > AHEAD // 2 or not hasattr(os, "posix_fadvise"):
-            return
-        self._until = end + AHEAD
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(self._descriptor, start, self._until - start, os.POSIX_FADV_WILLNEED)
+    def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Memory of at least so many bytes at a page, whatever is in it."""
+        size = -(-nbytes // _STEP) * _STEP
+        with self._lock:
+            free = self._free.get(size)
+            memory = free.pop() if free else None
+            self._held -= size if memory is not None else 0
+        if memory is None:
+            memory = mmap.mmap(-1, size)
+            if size >= 2 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+        lent = np.frombuffer(memory, np.uint8)
+        weakref.finalize(lent, self._give_back, size, memory).atexit = False
+        return lent
+
+    def _give_back(self, size: int, memory: mmap.mmap) -> None:
+        with self._lock:
+            if self._held + size <= max(AHEAD, 2 * size):
+                self._free.setdefault(size, []).append(memory)
+                self._held += size
+
+    def clear(self) -> None:
+        with self._lock:
+            self._free.clear()
+            self._held = 0
+
+
+class Files:
+    """Open files of weights. Any thread may read; ``close`` is for when none does."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[Path, tuple[DirectFile, bool]] = {}
+        self._lender = _Lender()
+
+    def read(self, file: Path, start: int, nbytes: int) -> torch.Tensor:
+        """Bytes of a file, uint8 [nbytes], on no particular boundary. Raises InputError."""
+        try:
+            opened, cached = self._open(file)
+            if not _LEAST <= nbytes <= _MOST:
+                out = torch.empty(nbytes, dtype=torch.uint8)
+                opened.read_cached(start, out.numpy().data)
+                return out
+            first = start // ALIGN * ALIGN
+            lent = self._lender.take(aligned(start + nbytes - first))
+            if opened.direct and not cached:
+                _by_pages(opened, first, start + nbytes, lent.data)
+            else:
+                opened.read_cached(start, lent.data[start - first : start - first + nbytes])
+            return torch.frombuffer(lent, dtype=torch.uint8, count=nbytes, offset=start - first)
+        except OSError as error:
+            raise InputError(f"{file}: cannot be read: {error.strerror}") from None
+        except EOFError as error:
+            raise InputError(f"{error}, though it was longer when it was opened") from None
+
+    def close(self) -> None:
+        """Close the files. A later read opens them again."""
+        with self._lock:
+            while self._files:
+                self._files.popitem()[1][0].close()
+        self._lender.clear()
+
+    def _open(self, file: Path) -> tuple[DirectFile, bool]:
+        with self._lock:
+            if file not in self._files:
+                opened = DirectFile(file)
+                self._files[file] = opened, _in_page_cache(opened)
+            return self._files[file]
+
+
+def _by_pages(file: DirectFile, first: int, last: int, into: memoryview) -> None:
+    """Bytes from ``first`` on to ``last`` past the page cache, in pieces that are on their way together.
+
+    Raises OSError, and EOFError where the file ends before.
+    """
+    # The last page may be cut by the file's end; what is before it is read by pages.
+    end = min(aligned(last), file.size) - first
+    if end < last - first:
+        raise EOFError(f"{file.path}: ends at byte {first + end}")
+    body = end // ALIGN * ALIGN
+    pieces = [(at, min(at + PIECE, body)) for at in range(0, body, PIECE)]
+    if len(pieces) == 1:
+        file.read(first, into[:body])
+    else:
+        settle([submit(file.read, first + at, into[at:stop]) for at, stop in pieces])
+    if body < end:
+        file.read(first + body, into[body:end])
+
+
+def _in_page_cache(file: DirectFile) -> bool:
+    """Whether a file's pages are in memory already, by a few of them: then the disk has nothing to do."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    step = max(ALIGN, file.size // _PAGES)
+    with contextlib.suppress(OSError):  # a page that is not there, or a file system that does not say
+        return all(file.is_cached(at) for at in range(0, file.size, step))
+    return False
+
+
+@dataclass(slots=True)
+class Job(Generic[T]):
+    """Work that can be done early, on any thread, and the bytes that its result takes, about."""
+
+    nbytes: int
+    call: Callable[[], T]
+
+
+def in_batches(jobs: Iterable[Job[T]]) -> Iterator[Job[list[T]]]:
+    """Small jobs together, since each costs as much as reading some 100 KB; their results as lists."""
+    calls: list[Callable[[], T]] = []
+    nbytes = 0
+    for job in jobs:
+        if calls and nbytes + job.nbytes > _BATCH:
+            yield Job(nbytes, partial(_all, calls))
+            calls, nbytes = [], 0
+        calls.append(job.call)
+        nbytes += job.nbytes
+    if calls:
+        yield Job(nbytes, partial(_all, calls))
+
+
+def _all(calls: list[Callable[[], T]]) -> list[T]:
+    return [call() for call in calls]
+
+
+def run_ahead(jobs: Iterable[Job[T]]) -> Generator[T]:
+    """The results of ``jobs`` in their order, each begun some time before it is asked for.
+
+    What a job raises is raised in its place, and no job runs any more when the iterator is closed.
+    """
+    pending = iter(jobs)
+    flying: deque[tuple[int, Future[T]]] = deque()
+    ahead, more = 0, True
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="hetero-ahead") as threads:
+        try:
+            while True:
+                while more and (ahead < AHEAD or len(flying) < 2):
+                    job = next(pending, None)
+                    if job is None:
+                        more = False
+                        break
+                    flying.append((job.nbytes, threads.submit(job.call)))
+                    ahead += job.nbytes
+                    del job
+                if not flying:
+                    return
+                nbytes, future = flying.popleft()
+                yield future.result()
+                del future
+                ahead -= nbytes
+        finally:
+            for _, future in flying:
+                future.cancel()

@@ -101,7 +101,7 @@ def convert(
     """The whole parameters that a target makes, by name. ``shape_of`` gives the shape of a tensor to read."""
     if target.converter is None:
         return {target.name: read(target.tensors[0])}
-    if _only_concatenates(target):
+    if only_concatenates(target):
         return {target.name: _concatenate(target, read, shape_of)}
     converter = deepcopy(target.converter)
     for pattern, names in target.sources.items():
@@ -115,7 +115,8 @@ def _deferred(read: Reader, name: str) -> Callable[[], torch.Tensor]:
     return lambda: read(name)
 
 
-def _only_concatenates(target: Target) -> bool:
+def only_concatenates(target: Target) -> bool:
+    """Whether a conversion puts tensors one after the other and does nothing else."""
     operations = target.converter.operations
     return len(operations) == 1 and isinstance(operations[0], hf.Concatenate) and len(target.tensors) > 1
 

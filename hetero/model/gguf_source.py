@@ -7,7 +7,6 @@ and of packed experts only the one that is asked for.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from gguf.constants import TENSOR_NAMES
 
 from hetero.core import InputError
 from hetero.model import gguf_make
-from hetero.model.ahead import ReadAhead
+from hetero.model.ahead import Files
 from hetero.model.gguf_arch import EXPERT_MODULES, Arch, Rule, all_rules, find_arch
 from hetero.model.gguf_config import read_config
 from hetero.model.gguf_file import GgufFile, GgufTensor, opened
@@ -61,8 +60,7 @@ class _Files(Closing):
     """Open files of a model, and the bytes of its tensors."""
 
     def __init__(self) -> None:
-        self._descriptors: dict[Path, int] = {}
-        self._ahead: dict[Path, ReadAhead] = {}
+        self._files = Files()
 
     def floats(self, tensor: GgufTensor, index: int | None = None) -> torch.Tensor:
         """A tensor, or element ``index`` along dimension 0, that dimension kept; float32 where quantised."""
@@ -79,28 +77,10 @@ class _Files(Closing):
         if index is not None:
             size //= tensor.shape[0]
             start += index * size
-        out = torch.empty(size, dtype=torch.uint8)
-        self._fill(tensor.file, start, out.numpy().data)
-        return out
-
-    def _fill(self, file: Path, start: int, buffer: memoryview) -> None:
-        done = 0
-        try:
-            if file not in self._descriptors:
-                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-                self._ahead[file] = ReadAhead(self._descriptors[file])
-            self._ahead[file].read(start + len(buffer))
-            while done < len(buffer):
-                count = os.preadv(self._descriptors[file], [buffer[done:]], start + done)
-                if count == 0:
-                    raise InputError(f"{file}: ends at byte {start + done}, though it was longer when opened")
-                done += count
-        except OSError as error:
-            raise InputError(f"{file}: cannot be read: {error.strerror}") from None
+        return self._files.read(tensor.file, start, size)
 
     def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        self._files.close()
 
 
 class GgufSource(Closing):

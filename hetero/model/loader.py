@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -13,11 +14,18 @@ from torch import nn
 
 from hetero.core import HeteroError, InputError
 from hetero.formats import Format
+from hetero.model.ahead import Job, in_batches, run_ahead
 from hetero.model.build import float32_names, target_dtype
-from hetero.model.convert import EXPERT_PARAMETERS, convert, convert_expert, is_expertwise
+from hetero.model.convert import (
+    EXPERT_PARAMETERS,
+    convert,
+    convert_expert,
+    is_expertwise,
+    only_concatenates,
+)
 from hetero.model.loadplan import LoadPlan, plan_load, some
 from hetero.model.names import Target
-from hetero.model.pieces import PARTS
+from hetero.model.pieces import PARTS, PartSource
 from hetero.model.quantised import InexactError
 from hetero.model.source import Source
 from hetero.quant.pack import Codes
@@ -105,6 +113,76 @@ def load(
     return loading.run()
 
 
+LINE = 64
+"""Bytes that a parameter begins at a multiple of."""
+
+Delivery = Callable[[], None]
+"""Brings what a job has made to where it belongs."""
+
+Put = tuple[str, str, tuple[Any, ...]]
+"""A method of a sink, a part, and what the method takes beside expert and part."""
+
+PUT = "put"
+
+
+class _Reading:
+    """What one job reads of a source, counted. Matrices that several parts stand in are read once."""
+
+    def __init__(self, checkpoint: Source) -> None:
+        self.nbytes = 0
+        self._checkpoint = checkpoint
+        self._known: dict[tuple[str, str, int | None], Any] = {}
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        value: torch.Tensor = self._counted("read", name, None)
+        return value
+
+    def slice(self, name: str, index: int) -> torch.Tensor:
+        """Element ``index`` along dimension 0, that dimension kept."""
+        value: torch.Tensor = self._counted("read_slice", name, index)
+        return value
+
+    def floats(self, source: PartSource, expert: int) -> tuple[torch.Tensor]:
+        """A part as floats, for ``put``."""
+        piece = source.piece(expert)
+        value = self._once("read" if piece.index is None else "read_slice", piece.name, piece.index)
+        return (source.floats(value if piece.index is None else value[0], piece),)
+
+    def codes(self, source: PartSource, expert: int) -> Codes:
+        """A part in its format, for ``put_codes``. Raises InexactError."""
+        piece = source.piece(expert)
+        return source.cut(self._once("codes", piece.name, piece.index), expert)
+
+    def blocks(self, source: PartSource, expert: int) -> tuple[str, torch.Tensor]:
+        """A part in the blocks of its file, for ``put_ggml``."""
+        piece = source.piece(expert)
+        rows = self._once("blocks", piece.name, piece.index)
+        return source.ggml, (rows if piece.rows is None else rows[piece.rows]).contiguous()
+
+    def _once(self, method: str, name: str, index: int | None) -> Any:
+        key = (method, name, index)
+        if key not in self._known:
+            self._known[key] = self._counted(*key)
+        return self._known[key]
+
+    def _counted(self, method: str, name: str, index: int | None) -> Any:
+        read = getattr(self._checkpoint, method)
+        value = read(name) if index is None else read(name, index)
+        info = self._checkpoint.tensors[name]
+        self.nbytes += info.nbytes if index is None else info.nbytes // info.shape[0]
+        return value
+
+
+def _together(sources: Mapping[str, PartSource], expert: int) -> list[tuple[str, ...]]:
+    """Parts of an expert, those that stand in one tensor together."""
+    by_name: dict[str, tuple[str, ...]] = {}
+    for part, source in sources.items():
+        name = source.piece(expert).name
+        by_name[name] = (*by_name.get(name, ()), part)
+    return list(by_name.values())
+
+
 class _Loading:
     """One call of ``load``."""
 
@@ -134,9 +212,6 @@ class _Loading:
         self.own = [name for name in plan.own if name not in filled and (name in sinks or not experts_only)]
         self.total += sum(checkpoint.tensors[name].nbytes for name in plan.names_of(self.own))
         self.report = LoadReport(skipped=plan.names.skipped)
-        # The codes read last: gate and up may stand in one tensor.
-        self.last: tuple[tuple[str, int | None], Codes] | None = None
-        self.last_blocks: tuple[tuple[str, int | None], torch.Tensor] | None = None
 
     def run(self) -> LoadReport:
         streamed: dict[str, list[Target]] = {name: [] for name in self.sinks}
@@ -148,14 +223,14 @@ class _Loading:
             else:
                 whole.append(target)
             self.report.tensors += len(target.tensors)
-        with torch.no_grad(), self.checkpoint:
-            for target in whole:
-                for name, tensor in convert(target, self.model, self._read, self._shape_of).items():
-                    self._deliver(name, tensor)
-            for experts, targets in streamed.items():
-                self._stream(experts, targets)
-            for experts in sorted(self.own):
-                self._own(experts)
+        with (
+            torch.no_grad(),
+            self.checkpoint,
+            closing(run_ahead(in_batches(self._jobs(whole, streamed)))) as made,
+        ):
+            for deliveries in made:
+                while deliveries:
+                    deliveries.pop(0)()
         self.report.tensors += len(self.plan.names_of(self.own))
         if not self.experts_only:
             self._tie()
@@ -178,17 +253,6 @@ class _Loading:
         path, _, leaf = name.rpartition(".")
         return path if path in self.sinks and leaf in EXPERT_PARAMETERS else None
 
-    def _read(self, name: str) -> torch.Tensor:
-        tensor = self.checkpoint.read(name)
-        self._count(self.checkpoint.tensors[name].nbytes)
-        return tensor
-
-    def _read_slice(self, name: str, index: int) -> torch.Tensor:
-        tensor = self.checkpoint.read_slice(name, index)
-        info = self.checkpoint.tensors[name]
-        self._count(info.nbytes // info.shape[0])
-        return tensor
-
     def _count(self, nbytes: int) -> None:
         self.report.nbytes += nbytes
         if self.progress is not None:
@@ -197,96 +261,140 @@ class _Loading:
     def _shape_of(self, name: str) -> tuple[int, ...]:
         return self.checkpoint.tensors[name].shape
 
-    def _stream(self, experts: str, targets: list[Target]) -> None:
-        """Expert by expert, all parameters of each, so that a checkpoint's files are read in their order."""
-        layout, sink = self.plan.experts[experts], self.sinks[experts]
-        shapes = {target.name: self.plan.places[target.name].shape for target in targets}
-        for expert in range(max((shape[0] for shape in shapes.values()), default=0)):
-            for target in targets:
-                leaf = target.name.rpartition(".")[2]
-                if self._put_codes(experts, expert, PARTS.get(leaf, ())):
-                    continue
+    def _jobs(self, whole: list[Target], streamed: dict[str, list[Target]]) -> Iterator[Job[Delivery]]:
+        """All that is to be read, in the order of its delivery. A job reads and unpacks, on any thread;
+        what it returns is called on the loader's own."""
+        for target in whole:
+            nbytes = sum(self.checkpoint.tensors[name].nbytes for name in target.tensors)
+            # A conversion of several tensors may take several times their memory, and look at the model.
+            late = target.converter is not None and not only_concatenates(target)
+            yield Job(0 if late else nbytes, partial(self._whole_late if late else self._whole, target))
+        for experts, targets in streamed.items():
+            # Expert by expert, all parameters of each, so that a checkpoint's files are read in their order.
+            shapes = {target.name: self.plan.places[target.name].shape for target in targets}
+            for expert in range(max((shape[0] for shape in shapes.values()), default=0)):
+                for target in targets:
+                    nbytes = sum(self.checkpoint.tensors[name].nbytes for name in target.tensors)
+                    yield Job(
+                        nbytes // shapes[target.name][0], partial(self._of_target, experts, expert, target)
+                    )
+        for experts in sorted(self.own):
+            yield from self._own(experts)
 
-                def read_slice(name: str, expert: int = expert) -> torch.Tensor:
-                    return self._read_slice(name, expert)
+    def _whole(self, target: Target) -> Delivery:
+        reading = _Reading(self.checkpoint)
+        made = convert(target, self.model, reading.read, self._shape_of)
 
-                shape, config = shapes[target.name], self.model.config
-                value = convert_expert(target, expert, shape, config, read=self._read, read_slice=read_slice)
-                for part, tensor in layout.parts(leaf, value):
-                    sink.put(expert, part, tensor)
+        def deliver() -> None:
+            self._count(reading.nbytes)
+            for name in list(made):
+                self._deliver(name, made.pop(name))
 
-    def _put_codes(self, experts: str, expert: int, parts: tuple[str, ...]) -> bool:
-        """Give the sink the parts of an expert as they are quantised; False where it has another format."""
+        return deliver
+
+    def _whole_late(self, target: Target) -> Delivery:
+        def deliver() -> None:
+            self._whole(target)()
+
+        return deliver
+
+    def _of_target(self, experts: str, expert: int, target: Target) -> Delivery:
+        """What one parameter has of an expert."""
+        reading, leaf = _Reading(self.checkpoint), target.name.rpartition(".")[2]
+        parts = PARTS.get(leaf, ())
+        sources = self.plan.parts[experts]
+        puts = self._as_quantised(reading, experts, expert, parts)
+        if (
+            puts is None
+            and parts
+            and all(part in sources and sources[part].columns is not None for part in parts)
+        ):
+            puts = [(PUT, part, reading.floats(sources[part], expert)) for part in parts]
+        if puts is None:
+            shape = self.plan.places[target.name].shape
+            value = convert_expert(
+                target,
+                expert,
+                shape,
+                self.model.config,
+                read=reading.read,
+                read_slice=partial(reading.slice, index=expert),
+            )
+            layout = self.plan.experts[experts]
+            puts = [(PUT, part, (tensor,)) for part, tensor in layout.parts(leaf, value)]
+        return partial(self._put, experts, expert, reading.nbytes, puts)
+
+    def _put(self, experts: str, expert: int, nbytes: int, puts: list[Put]) -> None:
+        self._count(nbytes)
+        sink = self.sinks[experts]
+        for method, part, values in puts:
+            getattr(sink, method)(expert, part, *values)
+
+    def _as_quantised(
+        self, reading: _Reading, experts: str, expert: int, parts: tuple[str, ...]
+    ) -> list[Put] | None:
+        """The parts of an expert as they are quantised, for a sink that has the same format; else None."""
         sink: Any = self.sinks[experts]
         sources = self.plan.parts[experts]
         if not parts or not hasattr(sink, "put_codes") or not sources.keys() >= set(parts):
-            return False
+            return None
         for part in parts:
             wanted = sink.format_of(part)
             if wanted is None or sources[part].format != replace(wanted, blocks=False):
-                return False
+                return None
         if all(sources[part].ggml for part in parts) and hasattr(sink, "put_ggml"):
-            self._put_blocks(experts, expert, parts)
-            return True
-        read = []
-        for part in parts:
-            piece = sources[part].piece(expert)
-            key = (piece.name, piece.index)
-            if self.last is None or self.last[0] != key:
-                try:
-                    self.last = key, self.checkpoint.codes(*key)
-                except InexactError:
-                    if experts in self.plan.keep:
-                        raise
-                    return False
-                info = self.checkpoint.tensors[piece.name]
-                self._count(info.nbytes if piece.index is None else info.nbytes // info.shape[0])
-            read.append((part, sources[part].cut(self.last[1], expert)))
-        for part, codes in read:
-            sink.put_codes(expert, part, *codes)
+            return [("put_ggml", part, reading.blocks(sources[part], expert)) for part in parts]
+        try:
+            puts: list[Put] = [("put_codes", part, reading.codes(sources[part], expert)) for part in parts]
+        except InexactError:
+            if experts in self.plan.keep:
+                raise
+            return None
         columns = sources["up"].columns_of if "up" in parts else None
-        if columns is not None:
-            sink.put(expert, "order", columns(expert))
-        return True
+        return puts if columns is None else [*puts, (PUT, "order", (columns(expert),))]
 
-    def _put_blocks(self, experts: str, expert: int, parts: tuple[str, ...]) -> None:
-        """Give the sink the parts of an expert in the blocks of their file, which it packs itself."""
-        sink: Any = self.sinks[experts]
-        for part in parts:
-            source = self.plan.parts[experts][part]
-            piece = source.piece(expert)
-            key = (piece.name, piece.index)
-            if self.last_blocks is None or self.last_blocks[0] != key:
-                self.last_blocks = key, self.checkpoint.blocks(*key)
-                self._count(self.last_blocks[1].nbytes)
-            rows = self.last_blocks[1] if piece.rows is None else self.last_blocks[1][piece.rows]
-            sink.put_ggml(expert, part, source.ggml, rows.contiguous())
-
-    def _own(self, experts: str) -> None:
+    def _own(self, experts: str) -> Iterator[Job[Delivery]]:
         """A module whose parts the source has under names of its own."""
-        sources, sink = self.plan.parts[experts], self.sinks.get(experts)
-        count = self.plan.counts[experts]
-
-        def read(expert: int, part: str) -> torch.Tensor:
-            piece = sources[part].piece(expert)
-            whole = piece.index is None
-            value = self._read(piece.name) if whole else self._read_slice(piece.name, piece.index or 0)[0]
-            return value if piece.rows is None else value[piece.rows]
-
-        if sink is not None:
+        sources, count = self.plan.parts[experts], self.plan.counts[experts]
+        nbytes = sum(self.checkpoint.tensors[name].nbytes for name in self.plan.names_of([experts]))
+        if experts in self.sinks:
             for expert in range(count):
-                for part in sources:
-                    if not self._put_codes(experts, expert, (part,)):
-                        sink.put(expert, part, read(expert, part))
+                for parts in _together(sources, expert):
+                    size = nbytes // count // len(sources)
+                    yield Job(size, partial(self._of_parts, experts, expert, parts))
             return
-        layout = self.plan.experts[experts]
         for name, place in self.plan.places.items():
             path, _, leaf = name.rpartition(".")
             if path == experts and leaf in EXPERT_PARAMETERS:
-                value = torch.empty(place.shape)
-                for expert in range(count):
-                    value[expert] = layout.join(leaf, partial(read, expert))
-                self._assign(name, value)
+                yield Job(nbytes, partial(self._joined, experts, name, leaf, place.shape))
+
+    def _of_parts(self, experts: str, expert: int, parts: tuple[str, ...]) -> Delivery:
+        reading, sources = _Reading(self.checkpoint), self.plan.parts[experts]
+        puts: list[Put] = []
+        for part in parts:
+            puts += self._as_quantised(reading, experts, expert, (part,)) or [
+                (PUT, part, reading.floats(sources[part], expert))
+            ]
+        return partial(self._put, experts, expert, reading.nbytes, puts)
+
+    def _joined(self, experts: str, name: str, leaf: str, shape: torch.Size) -> Delivery:
+        """A parameter of all experts, for a module without a sink."""
+        sources, layout = self.plan.parts[experts], self.plan.experts[experts]
+        value, nbytes = torch.empty(shape), 0
+        for expert in range(self.plan.counts[experts]):
+            reading = _Reading(self.checkpoint)
+
+            def part_of(part: str, reading: _Reading = reading, expert: int = expert) -> torch.Tensor:
+                return reading.floats(sources[part], expert)[0]
+
+            value[expert] = layout.join(leaf, part_of)
+            nbytes += reading.nbytes
+
+        def deliver() -> None:
+            self._count(nbytes)
+            self._assign(name, value)
+
+        return deliver
 
     def _deliver(self, name: str, tensor: torch.Tensor) -> None:
         experts = self._sink_of(name)
@@ -303,6 +411,8 @@ class _Loading:
         current = getattr(place.owner, place.leaf)
         wanted = target_dtype(name, current, self.float32)
         value = tensor.to(device=self.device_of(name), dtype=wanted)
+        if value.data_ptr() % LINE and value.device.type == "cpu":
+            value = value.clone()  # it lies as in its file, in memory that is wanted for other reads
         if place.leaf in place.owner._buffers:
             place.owner._buffers[place.leaf] = value
         else:

@@ -46,6 +46,13 @@ class PartSource:
     # stand).
     columns_of: Callable[[int], Tensor] | None = None
     rows_of: Callable[[int], Tensor] | None = None
+    # Of a tensor that is not quantised: whether the part is its rows, or its columns; None: neither is known.
+    columns: bool | None = None
+
+    def floats(self, tensor: Tensor, piece: Piece) -> Tensor:
+        """The part [n, k], where ``columns`` is known, of the matrix that ``piece`` is of."""
+        value = tensor.T if self.columns else tensor
+        return value if piece.rows is None else value[piece.rows]
 
     def codes(self, source: Source, expert: int) -> Codes:
         """The part's quantised values, read from the source."""
@@ -98,8 +105,9 @@ def trace(
     """
     leaf = target.name.rpartition(".")[2]
     infos = {name: source.tensors[name] for name in target.tensors}
-    if all(info.format is None for info in infos.values()):
-        why = next((info.inexact for info in infos.values() if info.inexact), "")
+    plain = all(info.format is None for info in infos.values())
+    why = next((info.inexact for info in infos.values() if info.inexact), "")
+    if plain and (why or not is_expertwise(target)):
         return {part: _inexact(why or "it is not quantised") for part in PARTS[leaf]}
     if not is_expertwise(target):
         return {part: _inexact("its conversion mixes experts") for part in PARTS[leaf]}
@@ -210,18 +218,19 @@ def _part(target: Target, found: tuple[int, slice, bool] | None, infos: dict[str
     height = infos[name].shape[-1 if turned else -2]
     if len(formats) > 1:
         return _inexact("its experts are quantised in different formats")
-    if fmt is None:
-        return _inexact(infos[name].inexact or "it is not quantised")
-    if turned != infos[name].transposed and fmt.name != "fp8":
-        return _inexact("its rows are the columns of the checkpoint's matrix, across its groups")
-    if not _keeps_tiles(fmt, rows, height):
-        return _inexact(f"its rows do not start at a multiple of {FP8_TILE}")
     own = per_expert_sources(target)
     whole = None if rows == slice(0, height, 1) else rows
 
     def piece(expert: int) -> Piece:
         return Piece(names[expert], None, whole) if own else Piece(names[0], expert, whole)
 
+    if fmt is None:
+        why = infos[name].inexact
+        return PartSource(piece, None, why or "it is not quantised", columns=None if why else turned)
+    if turned != infos[name].transposed and fmt.name != "fp8":
+        return _inexact("its rows are the columns of the checkpoint's matrix, across its groups")
+    if not _keeps_tiles(fmt, rows, height):
+        return _inexact(f"its rows do not start at a multiple of {FP8_TILE}")
     types = {infos[one].ggml for one in names}
     turned = turned != infos[name].transposed
     return PartSource(piece, fmt, turned=turned, ggml=types.pop() if len(types) == 1 and not turned else "")

@@ -1,14 +1,13 @@
 """Where a model's tensors come from: ``Source``, and ``Checkpoint``, a folder of safetensors files.
 
 Only headers are read when a checkpoint is opened, and they are checked against their files before any weight
-is read. Tensors are read with ``pread`` into their own memory: a map would count the whole checkpoint in
-the process's resident memory, beside the packed weights.
+is read. Tensors are read into memory of their own: a map would count the whole checkpoint in the process's
+resident memory, beside the packed weights.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from hetero import jsonfile
 from hetero.core import InputError
 from hetero.formats import Format
-from hetero.model.ahead import ReadAhead
+from hetero.model.ahead import Files
 from hetero.quant.pack import Codes
 
 INDEX = "model.safetensors.index.json"
@@ -174,8 +173,7 @@ class Checkpoint(Closing):
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.tensors: dict[str, TensorInfo] = {}
-        self._descriptors: dict[Path, int] = {}
-        self._ahead: dict[Path, ReadAhead] = {}
+        self._files = Files()
         files, index = _find_files(self.folder)
         for file in files:
             for name, info in read_header(file).items():
@@ -225,8 +223,7 @@ class Checkpoint(Closing):
 
     def close(self) -> None:
         """Close the files. A later read opens them again."""
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        self._files.close()
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
@@ -237,30 +234,10 @@ class Checkpoint(Closing):
         dtype = _DTYPES.get(info.dtype)
         if dtype is None:
             raise InputError(unsupported_dtype(name, info))
-        out = torch.empty(shape, dtype=dtype)
-        if out.numel():
-            self._fill(info.file, start, out.flatten().view(torch.uint8).numpy().data)
-        return out
-
-    def _fill(self, file: Path, start: int, buffer: memoryview) -> None:
-        if file not in self._descriptors:
-            try:
-                self._descriptors[file] = os.open(file, os.O_RDONLY)
-            except OSError as error:
-                raise InputError(f"{file}: cannot be read: {error.strerror}") from None
-            self._ahead[file] = ReadAhead(self._descriptors[file])
-        self._ahead[file].read(start + len(buffer))
-        done = 0
-        while done < len(buffer):
-            try:
-                count = os.preadv(self._descriptors[file], [buffer[done:]], start + done)
-            except OSError as error:
-                raise InputError(f"{file}: cannot be read: {error.strerror}") from None
-            if count == 0:
-                raise InputError(
-                    f"{file}: ends at byte {start + done}, though it was longer when it was opened"
-                )
-            done += count
+        raw = self._files.read(info.file, start, math.prod(shape) * dtype.itemsize)
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(dtype).reshape(shape)
 
 
 def unsupported_dtype(name: str, info: TensorInfo) -> str:

@@ -154,21 +154,26 @@ class PackFile:
             raise explain(self.path, what, error) from None
         self._compare(block, expert, into)
 
-    def read_block(
+    def start_block(
         self, block: int, experts: CpuExperts, progress: Callable[[int], None] | None = None
-    ) -> None:
-        """All experts of a block into their arenas, which then count them as put.
+    ) -> list[Future[Any]]:
+        """Begin to read all experts of a block into their arenas; ``finish_block`` ends it.
 
-        ``progress`` is called with the bytes of each read. Raises MachineError; no expert counts then.
+        ``progress`` is called with the bytes of each read, on the threads of the disk.
         """
         where = self.manifest.blocks[block]
         run = max(1, PIECE // where.stride)
-        tasks = [
+        return [
             submit(self._read_run, block, experts, first, min(run, where.experts - first), progress)
             for first in range(0, where.experts, run)
         ]
+
+    def finish_block(self, block: int, experts: CpuExperts, reads: list[Future[Any]]) -> None:
+        """Wait for what ``start_block`` began; the experts then count as put. Raises MachineError for what
+        is wrong; no expert counts then."""
+        where = self.manifest.blocks[block]
         try:
-            settle(tasks)
+            settle(reads)
         except (OSError, EOFError) as error:
             raise explain(self.path, where.name, error) from None
         experts.filled(range(where.experts))

@@ -64,6 +64,22 @@ class DirectFile:
         """Write all of ``data``. Raises OSError."""
         self._each(os.pwritev, offset, data)
 
+    def read_cached(self, offset: int, into: memoryview) -> None:
+        """``read`` through the page cache, the kernel told of all of it first where it is much."""
+        if len(into) > PIECE:
+            with contextlib.suppress(OSError, AttributeError):  # an advice, and not on every system
+                os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_WILLNEED)
+        done = 0
+        while done < len(into):
+            count = os.preadv(self._fd, [into[done:]], offset + done)
+            if count == 0:
+                raise EOFError(f"{self.path}: ends at byte {offset + done}")
+            done += count
+
+    def is_cached(self, offset: int) -> bool:
+        """Whether the page cache has a byte. Raises OSError where it has not, or the system does not say."""
+        return os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+
     def read_small(self, offset: int, nbytes: int) -> bytes:
         """Bytes of a header, through the page cache; fewer where the file ends."""
         return os.pread(self._fd, nbytes, offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ def written(path: Path, experts: list[CpuExperts]) -> PackFile:
         writer.put_block(index, one)
     assert writer.finish() == path
     return PackFile(path)
+
+
+def read_block(
+    file: PackFile, block: int, experts: CpuExperts, progress: Callable[[int], None] | None = None
+) -> None:
+    file.finish_block(block, experts, file.start_block(block, experts, progress))
 
 
 def empty(experts: CpuExperts, numa: str = "off") -> CpuExperts:

@@ -21,7 +21,7 @@ from hetero.store.cache import find
 from hetero.store.manifest import Manifest
 from hetero.store.packfile import PackFile, PackUnusable, PackWriter
 from tests.cpu.test_numa import paper
-from tests.store.made import content, empty, made, manifest_of, never, written
+from tests.store.made import content, empty, made, manifest_of, never, read_block, written
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_what_is_written_is_read_into_any_placement(
         for target in ("off", "split", "replicate"):
             other = empty(one, target)
             sizes: list[int] = []
-            file.read_block(index, other, sizes.append)
+            read_block(file, index, other, sizes.append)
             assert other.missing() == []
             assert sum(sizes) == file.manifest.blocks[index].nbytes
             assert content(other) == content(one)
@@ -106,9 +106,9 @@ def test_a_changed_byte_is_found_as_the_expert_is_read(tmp_path: Path, generator
         raw.seek(-1, 1)
         raw.write(bytes([byte ^ 0x10]))
     good, bad = empty(experts[0]), empty(experts[1])
-    file.read_block(0, good)
+    read_block(file, 0, good)
     with pytest.raises(MachineError, match=r"expert 4 of layers\.1 is damaged.*pack --force"):
-        file.read_block(1, bad)
+        read_block(file, 1, bad)
     assert len(bad.missing()) == 6 * 3
     file.close()
 
@@ -125,11 +125,11 @@ def test_a_file_that_shrinks_and_a_disk_that_fails(
 
     monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(MachineError, match=r"x\.hpack.*layers\.0 cannot be read: Input/output error"):
-        file.read_block(0, empty(experts[0]))
+        read_block(file, 0, empty(experts[0]))
     monkeypatch.setattr(os, "preadv", real)
     os.truncate(tmp_path / "x.hpack", 8192)
     with pytest.raises(MachineError, match="ends at byte"):
-        file.read_block(0, empty(experts[0]))
+        read_block(file, 0, empty(experts[0]))
     file.close()
 
 
@@ -169,7 +169,7 @@ def test_what_an_interrupted_run_left_is_taken_up(tmp_path: Path, generator: tor
     file = PackFile(path)
     for index, one in enumerate(experts):
         other = empty(one)
-        file.read_block(index, other)
+        read_block(file, index, other)
         assert content(other) == content(one)
     file.close()
 
@@ -297,7 +297,7 @@ def test_reads_that_a_disk_cannot_do_directly_go_through_the_page_cache(
 
     monkeypatch.setattr(os, "preadv", picky)
     other = empty(experts[0])
-    file.read_block(0, other)
+    read_block(file, 0, other)
     assert not file.direct
     assert content(other) == content(experts[0])
     file.close()
