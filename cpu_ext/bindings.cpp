@@ -22,6 +22,7 @@
 
 #include "context.h"
 #include "dispatch.h"
+#include "fields.h"
 #include "ggml.h"
 #include "probes.h"
 #include "tune.h"
@@ -456,6 +457,19 @@ NB_MODULE(_cpu, m) {
   m.def("checksum", [](uintptr_t data, int64_t bytes) {
     nb::gil_scoped_release release;
     return checksum(address<uint8_t>(data), bytes);
+  });
+  nb::module_ fields = m.def_submodule("fields");
+  fields.def("split_bytes", [](uintptr_t from, int64_t count, uintptr_t out) {
+    nb::gil_scoped_release release;
+    split_bytes(address<uint8_t>(from), count, reinterpret_cast<uint8_t*>(out));
+  });
+  fields.def("turn_words", [](int bits, uintptr_t words, int64_t m, int64_t n, uintptr_t out) {
+    nb::gil_scoped_release release;
+    turn_words_of(bits, address<uint32_t>(words), m, n, reinterpret_cast<uint8_t*>(out));
+  });
+  fields.def("turn_shuffled", [](uintptr_t words, int64_t k, int64_t n, uintptr_t out) {
+    nb::gil_scoped_release release;
+    turn_shuffled(address<uint32_t>(words), k, n, reinterpret_cast<uint8_t*>(out));
   });
   bind_kernels(m);
   bind_ggml(m);

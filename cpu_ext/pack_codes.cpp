@@ -28,6 +28,13 @@ HETERO_CLONES bool all_used(const uint8_t* codes, int64_t count, uint32_t used) 
   return bad == 0;
 }
 
+// Whether one of `count` codes of E4M3 is NaN.
+HETERO_CLONES bool any_nan(const uint8_t* codes, int64_t count) {
+  uint8_t bad = 0;
+  for (int64_t i = 0; i < count; i++) bad |= static_cast<uint8_t>((codes[i] & 0x7f) == 0x7f);
+  return bad != 0;
+}
+
 HETERO_CLONES bool halves_finite(const uint16_t* halves, int64_t count) {
   uint16_t bad = 0;
   for (int64_t i = 0; i < count; i++) bad |= static_cast<uint16_t>((halves[i] & 0x7c00) == 0x7c00);
@@ -44,10 +51,9 @@ const char* wrong_codes(const Layout& layout, const Quantised& q) {
   const float *floats = static_cast<const float*>(q.scales), *matrix = static_cast<const float*>(q.extra);
   // The kernels multiply these by 256.
   auto fits = [](float x) { return x >= -0x1p119f && x <= 0x1p119f; };
-  auto nan_code = [](uint8_t code) { return (code & 0x7f) == 0x7f; };
   if (is_fp8(layout.format)) {
     const int64_t scales = t.scale == Scale::kRows ? layout.n : (layout.n + 127) / 128 * per_row;
-    if (std::any_of(q.codes, q.codes + count, nan_code)) return "a code is NaN (0x7f or 0xff)";
+    if (any_nan(q.codes, count)) return "a code is NaN (0x7f or 0xff)";
     return std::all_of(floats, floats + scales, fits) ? nullptr : "a scale is not finite or too large";
   }
   uint8_t low, high;
@@ -59,7 +65,7 @@ const char* wrong_codes(const Layout& layout, const Quantised& q) {
   if (t.scale == Scale::kE8m0 && std::find(bytes, bytes + scale_count, 255) != bytes + scale_count)
     return "a scale is NaN (E8M0 255)";
   if (t.scale == Scale::kE4m3) {
-    if (std::any_of(bytes, bytes + scale_count, nan_code)) return "a scale is NaN (0x7f or 0xff)";
+    if (any_nan(bytes, scale_count)) return "a scale is NaN (0x7f or 0xff)";
     if (!fits(*matrix)) return "the scale of the matrix is not finite or too large";
   }
   // Of q6_k any int8 is: see MOST_SCALE of hetero/quant/k_formats.py.

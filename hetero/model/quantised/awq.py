@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from hetero.core import InputError
-from hetero.model.quantised.base import Finder, words
+from hetero.model.quantised.base import Finder
 from hetero.model.quantised.integers import IntegerMatrix, Integers
+from hetero.quant.fields import unshuffled
 
 _SIDES = (".qweight", ".qzeros", ".scales")
 
@@ -20,13 +19,8 @@ class AwqMatrix(IntegerMatrix):
     scales_at = 2
 
     def integers(self, index: int | None) -> Integers:
-        codes, zeros = _ordered(self.part(0, index)), _ordered(self.part(1, index))
-        return Integers(codes.T.contiguous(), self.part(2, index).T, zeros.T.contiguous())
-
-
-def _ordered(packed: Tensor) -> Tensor:
-    """A word has the rows 0, 2, 4, 6, 1, 3, 5, 7 of its eight, in this order."""
-    return words(packed, 4).reshape(*packed.shape, 2, 4).transpose(-1, -2).flatten(-3)
+        codes, zeros = (unshuffled(self.part(number, index)) for number in range(2))
+        return Integers(codes, self.part(2, index).T, zeros)
 
 
 def find(found: Finder, config: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from hetero.core import InputError
 from hetero.formats import Format
 from hetero.model.source import Checkpoint, Closing, Piece, StoredRows, TensorInfo
+from hetero.quant.fields import nibbles
 from hetero.quant.pack import Codes
 
 REQUANTISE = "set --set experts=int8 (or another format) to have its experts quantised anew"
@@ -273,11 +274,6 @@ def exact_half(matrix: Matrix, scales: Tensor) -> Tensor:
             f"its values exactly; {REQUANTISE}"
         )
     return half
-
-
-def nibbles(packed: Tensor) -> Tensor:
-    """Bytes uint8 [..., m] as their halves [..., 2 m], the low one first."""
-    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
 
 
 def words(packed: Tensor, bits: int) -> Tensor:

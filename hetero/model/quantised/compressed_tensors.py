@@ -18,6 +18,7 @@ from hetero.model.quantised.floats import Fp8Matrix, Mxfp4Matrix
 from hetero.model.quantised.integers import IntegerMatrix, Integers, order_together
 from hetero.model.quantised.modelopt import add_nvfp4
 from hetero.model.source import Checkpoint
+from hetero.quant.fields import turned
 
 FORMATS = (
     "pack-quantized",
@@ -74,7 +75,7 @@ class PackedMatrix(IntegerMatrix):
         zeros = None
         if "zero_point" in self.at:
             packed = self.part(self.at["zero_point"], index)
-            zeros = words(packed.T, self.bits)[:, : self.n].T.contiguous()
+            zeros = turned(packed, self.bits)[:, : self.n].T.contiguous()
         return Integers(codes.contiguous(), _columns(self.part(1, index)), zeros, self.groups_of(index))
 
     def groups_of(self, index: int | None) -> Tensor | None:

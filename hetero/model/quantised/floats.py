@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from hetero.formats import FP8_TILE, Format
-from hetero.model.quantised.base import Matrix, nibbles
+from hetero.model.quantised.base import Matrix
 from hetero.model.source import Checkpoint
+from hetero.quant.fields import nibbles
 from hetero.quant.pack import Codes
 from hetero.quant.small_floats import from_e2m1, from_e4m3, from_e8m0, spread
 

@@ -16,6 +16,7 @@ from hetero.model.quantised.awq import group_of
 from hetero.model.quantised.base import Finder, words
 from hetero.model.quantised.integers import IntegerMatrix, Integers, order_together
 from hetero.model.source import Checkpoint
+from hetero.quant.fields import turned
 
 _SIDES = (".qweight", ".qzeros", ".scales", ".g_idx")
 _ONES = {4: 0x11111111, 8: 0x01010101}
@@ -43,7 +44,7 @@ class GptqMatrix(IntegerMatrix):
         self.first = first
 
     def integers(self, index: int | None) -> Integers:
-        codes = words(self.part(0, index).T, self.bits)
+        codes = turned(self.part(0, index), self.bits)
         packed = self.part(1, index)
         if self.first:
             packed = packed + _ONES[self.bits]  # int32 wraps around, as it shall
