@@ -1,4 +1,4 @@
-"""Codes that checkpoints keep several in a word, as uint8 matrices: on the calling thread, without the GIL."""
+"""Codes that checkpoints keep several in a word, as uint8 matrices: on the calling thread, without a lock."""
 
 from __future__ import annotations
 
