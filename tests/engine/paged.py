@@ -57,6 +57,7 @@ class PagedDecoder:
         self.steps: list[int] = []  # rows of each
         self.fail: Exception | None = None
         self.grams: list[list[int]] = []
+        self.expected: list[tuple[list[int], list[int]]] = []  # (before, tokens)
         self.window = 16 if ple else 0
         self.check_ple = True
 
@@ -119,6 +120,9 @@ class PagedDecoder:
     def clear(self, slot: int) -> None:
         self.cleared.append(slot)
         self.seeds[slot] = 1
+
+    def expect(self, before: Sequence[int], tokens: Sequence[int]) -> None:
+        self.expected.append((list(before), list(tokens)))
 
     def gather(self, tokens: Sequence[Sequence[int]], out: Tensor) -> Tensor:
         self.grams = [list(row) for row in tokens]

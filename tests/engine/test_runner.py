@@ -74,6 +74,30 @@ def test_sequences_join_leave_and_take_each_others_slots() -> None:
     assert runner.pages.free == runner.pages.total == 4 * (CONTEXT // PAGE)
 
 
+def test_embeddings_of_the_next_chunk_are_expected_while_one_is_read() -> None:
+    """Each token once, and what precedes it."""
+    runner = runner_of(chunk=7, ple=3)
+    decoder = decoder_of(runner)
+    slot = runner.claim()
+    prompt = random_prompt(40)
+    for first, last in ((0, 25), (25, 26), (26, 40)):
+        decoder.expected.clear()
+        runner.prefill(slot, prompt[first:last])
+        at = first
+        for before, tokens in decoder.expected:
+            assert before == prompt[max(at - len(before), 0) : at]
+            assert len(before) >= min(at, decoder.window - 1)
+            assert tokens == prompt[at : at + len(tokens)]
+            at += len(tokens)
+        assert at == last
+    sizes = [len(tokens) for _, tokens in decoder.expected]
+    assert sizes == [14]
+    decoder.window = 0
+    decoder.expected.clear()
+    runner.prefill(slot, prompt[:9])
+    assert decoder.expected == []
+
+
 class Narrow(PagedDecoder):
     """Has memory for so many tokens at once."""
 

@@ -98,5 +98,8 @@ class Decoder(Protocol):
     def window(self) -> int:
         """Last tokens of a sequence that ``gather`` looks at; 0: there are no n-gram embeddings."""
 
+    def expect(self, before: Sequence[int], tokens: Sequence[int]) -> None:
+        """``tokens`` after ``before`` are about to be read by ``prefill``. Returns at once."""
+
     def gather(self, tokens: Sequence[Sequence[int]], out: Tensor) -> Tensor | None:
         """Into ``out`` [n, D] on the host: n-gram embeddings for the newest of each row's last tokens."""

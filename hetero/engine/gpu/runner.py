@@ -251,12 +251,22 @@ class GpuRunner:
             for first in range(0, len(tokens), self.chunk):
                 part = list(tokens[first : first + self.chunk])
                 self.pages.grow(slot, self._length[slot] + len(part))
+                self._expect(slot, tokens, first)
                 logits = self._read(slot, part, marks, each and partial(_later, each, first))
                 self._grown(slot, *part)
             assert logits is not None
             # The caller reads it on a stream of its own.
             self._wait()
         return logits
+
+    def _expect(self, slot: int, tokens: Sequence[int], first: int) -> None:
+        """Let n-gram embeddings that are on disk come while a chunk from ``first`` on is read: those of the
+        next one; before the first chunk its own too."""
+        if not self.decoder.window:
+            return
+        begin, end = (first + self.chunk if first else 0), first + 2 * self.chunk
+        if coming := tokens[begin:end]:
+            self.decoder.expect([*self._last[slot], *tokens[first:begin]], coming)
 
     def read_longest(self) -> None:
         """Read a chunk of random tokens at the end of the longest sequence, which takes the most memory that
