@@ -67,7 +67,8 @@ def ngram_table() -> NgramTable:
 class Null:
     """A decoder of no work: a step hands every layer over and says any token."""
 
-    vocabulary, state_bytes, window = VOCABULARY, 0, 3
+    vocabulary, state_bytes, window, grain = VOCABULARY, 0, 3, 1
+    paged: tuple[Tensor, ...] = ()
 
     def __init__(self, words: int, rows: int, slots: int) -> None:
         self._words, self._slots = words, slots
@@ -112,10 +113,13 @@ class Null:
         logits[:, random.randrange(3, self._words)] += 1.0
         return logits
 
-    def prefill(self, tokens: Tensor, slot: int, start: int, pages: Tensor) -> Tensor:
+    def prefill(self, tokens: Tensor, slot: int, start: int, pages: Tensor, **_: Any) -> Tensor:
         return torch.rand(64)
 
     def clear(self, slot: int) -> None: ...
+
+    def states(self, slot: int) -> list[Tensor]:
+        return []
 
     def gather(self, tokens: Sequence[Sequence[int]], out: Tensor) -> Tensor:
         # As ``families.qwen4_exp`` has it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from hetero.engine.request import Request
 from hetero.engine.sample import SamplingParams
 from hetero.engine.scheduler import Scheduler
 from tests.model.parity import load_reference, save_tiny
+from tests.model.routes import Chosen, Routing, chosen_by
 from tests.model.tiny_moe import VOCAB
 
 pytestmark = [
@@ -55,14 +56,32 @@ def runner_of(loaded: Loaded) -> GpuRunner:
     return loaded.runnable.runner
 
 
-def told(runner: GpuRunner, tokens: list[int], prompt: int) -> torch.Tensor:
+def routed(runner: GpuRunner, chosen: Sequence[Chosen] = (), rows: int = 1) -> Routing:
+    """Experts are kept, or are those of ``chosen``, in graphs that are captured now."""
+    decoder: Any = runner.decoder
+    layers, k = len(runner.experts), _any(runner.experts[0]).experts.spec.top_k
+    decoder.routing = routing = Routing(runner.device, layers, k, rows, chosen)
+    routing.step()
+    runner.capture(prompt=False)
+    return routing
+
+
+def told(
+    runner: GpuRunner, tokens: list[int], prompt: int, routing: Routing | None = None, sequence: int = 0
+) -> torch.Tensor:
     """Logits [n - prompt + 1, V] on the CPU: after the prompt, then after each of the other tokens."""
     slot = runner.claim()
+    if routing is not None:
+        routing.prompt(sequence, 0, prompt)
     rows = [runner.prefill(slot, tokens[:prompt]).cpu()]
-    for token in tokens[prompt:]:
+    for at, token in enumerate(tokens[prompt:], prompt):
+        if routing is not None:
+            routing.step([(sequence, at)])
         out = runner.step([(slot, token)]).logits
         assert out is not None
         rows.append(out[0].cpu())
+        if routing is not None:
+            routing.stepped()
     runner.release(slot)
     return torch.stack(rows)
 
@@ -79,7 +98,8 @@ def random_tokens(count: int, seed: int = 3) -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_as_transformers(family: str, tmp_path: Path) -> None:
-    """Logits in bfloat16 beside transformers' in float32, over 64 tokens that these chose."""
+    """Logits in bfloat16 beside transformers' in float32, over 64 tokens that these chose, by their experts.
+    A token may only differ where two were as near as the error."""
     model_class = save_tiny(family, tmp_path)
     reference = load_reference(family, model_class, tmp_path)
     tokens = random_tokens(12)
@@ -87,15 +107,22 @@ def test_as_transformers(family: str, tmp_path: Path) -> None:
         for _ in range(64):
             logits = reference(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
             tokens.append(int(logits[-1].argmax()))
-        want = reference(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, 11:].float()
+        with chosen_by(reference) as chosen:
+            want = reference(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, 11:].float()
     with fused(tmp_path, experts="bf16") as loaded:
         runner = runner_of(loaded)
         assert not runner.eager, runner.why_eager
         assert runner.launches[1] > 0
-        got = told(runner, tokens, 12)
-    # A router's close choice may fall otherwise in bfloat16, and such a row is another one.
-    assert float(errors(got, want).median()) < 0.05
-    assert float((got.argmax(-1) == want.argmax(-1)).float().mean()) > 0.8
+        got = told(runner, tokens, 12, routed(runner, [chosen]))
+    assert float(errors(got, want).max()) < 0.05
+    same_tokens(got, want)
+
+
+def same_tokens(got: torch.Tensor, want: torch.Tensor) -> None:
+    """The likeliest token of each row, unless two were nearer than a few times what the row is off by."""
+    for row, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        gap = theirs.max() - theirs[ours.argmax()]
+        assert float(gap) <= 6 * float((ours - theirs).norm() / len(theirs) ** 0.5), row
 
 
 def test_every_hand_off_gives_the_same_bits(tmp_path: Path) -> None:
@@ -124,16 +151,19 @@ def test_wherever_experts_lie(family: str, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)
     tokens = random_tokens(60)
     with fused(tmp_path) as loaded:
-        want = told(runner_of(loaded), tokens, 5)
+        routing = routed(runner_of(loaded))
+        want = told(runner_of(loaded), tokens, 5, routing)
+        chosen = [routing.kept()]
     for cache in ("0", "50%", "100%"):
         for share in ("0", "0.5", "1"):
             with fused(tmp_path, cache=cache, share=share) as loaded:
-                got = told(runner_of(loaded), tokens, 5)
-            found = errors(got, want)
-            assert float(found.median()) < 0.01, (cache, share)
+                got = told(runner_of(loaded), tokens, 5, routed(runner_of(loaded), chosen))
+            # Sums in another order, as bfloat16 rounds them on the way.
+            assert float(errors(got, want).max()) < 0.01, (cache, share)
     with fused(tmp_path, GpuOptions(slots=1, context=CONTEXT, eager=True), cache="50%") as loaded:
         assert runner_of(loaded).why_eager == "asked for"
-        assert float(errors(told(runner_of(loaded), tokens, 5), want).median()) < 0.01
+        got = told(runner_of(loaded), tokens, 5, routed(runner_of(loaded), chosen))
+        assert float(errors(got, want).max()) < 0.01
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -144,20 +174,27 @@ def test_batches(family: str, tmp_path: Path) -> None:
     with fused(tmp_path, GpuOptions(slots=16, context=CONTEXT), cache="50%") as loaded:
         runner = runner_of(loaded)
         assert set(runner.launches) == {1, 2, 4, 8, 16}
-        want = [told(runner, tokens, 4) for tokens in sequences]
+        want, chosen = [], []
+        routing = routed(runner)
+        for tokens in sequences:
+            want.append(told(runner, tokens, 4, routing))
+            chosen.append(routing.kept())
+        routing = routed(runner, chosen, 16)
         for count in (2, 3, 8, 16):
             slots = [runner.claim() for _ in range(count)]
-            for slot, tokens in zip(slots, sequences, strict=False):
+            for sequence, (slot, tokens) in enumerate(zip(slots, sequences, strict=False)):
+                routing.prompt(sequence, 0, 4)
                 runner.prefill(slot, tokens[:4])
             rows: list[list[torch.Tensor]] = [[] for _ in slots]
             for at in range(4, 20):
+                routing.step([(sequence, at) for sequence in range(count)])
                 out = runner.step([(slot, sequences[i][at]) for i, slot in enumerate(slots)])
                 assert out.logits is not None
                 assert out.ids == out.logits.argmax(-1).tolist()
                 for i, row in enumerate(out.logits.cpu()):
                     rows[i].append(row)
             for i, slot in enumerate(slots):
-                assert float(errors(torch.stack(rows[i]), want[i][1:17]).median()) < 0.02, (count, i)
+                assert float(errors(torch.stack(rows[i]), want[i][1:17]).max()) < 0.02, (count, i)
                 runner.release(slot)
 
 
@@ -167,12 +204,17 @@ def test_a_thousand_steps_with_migrations(tmp_path: Path) -> None:
     tokens = random_tokens(1010)
     options = GpuOptions(slots=1, context=1024)
     with fused(tmp_path, options) as loaded:
-        want = told(runner_of(loaded), tokens, 10)
+        routing = routed(runner_of(loaded))
+        want = told(runner_of(loaded), tokens, 10, routing)
+        chosen = [routing.kept()]
     with fused(tmp_path, options, cache="50%", share="0.5") as loaded:
         runner = runner_of(loaded)
+        routing = routed(runner, chosen)
         slot, rows = runner.claim(), []
+        routing.prompt(0, 0, 10)
         runner.prefill(slot, tokens[:10])
         for at, token in enumerate(tokens[10:]):
+            routing.step([(0, at + 10)])
             if at % 10 == 0:
                 for one in runner.experts:
                     hybrid: Any = one
@@ -184,9 +226,9 @@ def test_a_thousand_steps_with_migrations(tmp_path: Path) -> None:
         moved = sum(hybrid.counts().moved for hybrid in map(_any, runner.experts))
     found = errors(torch.stack(rows), want[1:])
     assert moved > 0
-    assert float(found.median()) < 0.01
+    assert float(found.max()) < 0.02
     # Nothing accumulates.
-    assert float(found[-200:].median()) < 4 * float(found[:200].median()) + 1e-3
+    assert float(found[-200:].mean()) < 4 * float(found[:200].mean()) + 1e-3
 
 
 def _any(value: object) -> Any:
@@ -231,7 +273,6 @@ def test_what_cannot_be_captured_runs_eagerly(tmp_path: Path, caplog: pytest.Log
             return ids.cpu().to(ids.device), weights
 
         decoder.routing = synchronizing
-        runner._graphs.clear()
         with caplog.at_level(logging.WARNING, "hetero.engine"):
             runner.capture()
         (message,) = [text for text in caplog.messages if "cannot be captured" in text]
@@ -239,6 +280,71 @@ def test_what_cannot_be_captured_runs_eagerly(tmp_path: Path, caplog: pytest.Log
         assert runner.eager
         assert runner.launches == {}
         assert torch.equal(told(runner, tokens, 4), want)
+
+
+def answered(runner: GpuRunner, prompts: list[list[int]], count: int, *, ahead: bool) -> list[list[int]]:
+    """Greedy tokens of several sequences together; half of them end early."""
+    slots = [runner.claim() for _ in prompts]
+    made = [[int(runner.prefill(slot, prompt).argmax())] for slot, prompt in zip(slots, prompts, strict=True)]
+    for at in range(count):
+        live = [i for i in range(len(slots)) if at < count // 2 or i % 2 == 0]
+        if at == count // 2:
+            for i in set(range(len(slots))) - set(live):
+                runner.release(slots[i])
+        out = runner.step([(slots[i], made[i][-1]) for i in live], ahead=ahead)
+        for i, token in zip(live, out.ids, strict=True):
+            made[i].append(token)
+    for i in live:
+        runner.release(slots[i])
+    return made
+
+
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen4_exp"])
+def test_steps_that_are_launched_ahead(family: str, backend: str, tmp_path: Path) -> None:
+    """The same tokens as one after the other; n-gram embeddings come while a step runs."""
+    save_tiny(family, tmp_path)
+    try:
+        make_backend(backend, "cuda")
+    except HeteroError as error:
+        pytest.skip(f"{backend}: {error}")
+    options = GpuOptions(slots=4, context=CONTEXT, handoff=backend)
+    with fused(tmp_path, options, experts="f32") as loaded:
+        runner = runner_of(loaded)
+        assert runner._steps.fits_ahead(4)
+        for count in (1, 3, 4):
+            prompts = [random_tokens(5 + i, i) for i in range(count)]
+            want = answered(runner, prompts, 24, ahead=False)
+            assert answered(runner, prompts, 24, ahead=True) == want
+        slot = runner.claim()
+        (token,) = runner.step([(slot, 9)], ahead=True).ids
+        runner.settle()
+        assert runner.length(slot) == 2
+        runner.step([(slot, token)])
+
+
+def go_on(runner: GpuRunner, slot: int, token: int, steps: int) -> None:
+    for _ in range(steps):
+        (token,) = runner.step([(slot, token)], ahead=True).ids
+
+
+def test_a_worker_that_fails_while_a_step_is_ahead(tmp_path: Path) -> None:
+    save_tiny("qwen4_exp", tmp_path)
+    with fused(tmp_path, GpuOptions(slots=2, context=CONTEXT)) as loaded:
+        runner = runner_of(loaded)
+        prompts = [random_tokens(5)]
+        want = answered(runner, prompts, 10, ahead=False)
+        for lane in (0, 1):
+            slot = runner.claim()
+            tokens = [int(runner.prefill(slot, prompts[0]).argmax())]
+            assert runner.handoff is not None
+            runner.handoff._channel.inject(POINT_WORK, THROW, lane, 1, 0)
+            began = time.monotonic()
+            with pytest.raises(HandoffError):
+                go_on(runner, slot, tokens[-1], 4)
+            assert time.monotonic() - began < 2.0
+            runner.release(slot)
+            assert answered(runner, prompts, 10, ahead=True) == want
 
 
 def test_requests_of_a_server(tmp_path: Path) -> None:

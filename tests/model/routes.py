@@ -58,7 +58,6 @@ class Routing:
         self._ids = torch.zeros(layers, rows, k, dtype=torch.int64, device=device)
         self._weights = torch.zeros(layers, rows, k, device=device)
         self._piece: tuple[int, slice] | None = None  # of a prompt
-        self._layers = layers
         self._parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]
 
     def prompt(self, sequence: int, start: int, end: int) -> None:
@@ -79,11 +78,13 @@ class Routing:
             parts.append((self._ids[layer, :1].cpu(), self._weights[layer, :1].cpu()))
 
     def kept(self) -> Chosen:
-        """Since the beginning, of one sequence."""
-        return [
+        """Of one sequence, since the beginning or the last call."""
+        kept = [
             (torch.cat([ids for ids, _ in parts]), torch.cat([weights for _, weights in parts]))
             for parts in self._parts
         ]
+        self._parts = [[] for _ in kept]
+        return kept
 
     def __call__(self, layer: int, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         rows = len(ids)

@@ -27,6 +27,7 @@ from hetero.formats import GPU_FORMATS, parse_format
 from hetero.model.build import find_moe
 from hetero.ops.gpu import hybrid_kernels, overlap
 from hetero.ops.gpu.ahead import fetch_ahead
+from hetero.ops.gpu.feed import feed
 from hetero.ops.gpu.hybrid import DirectPayload, HybridExperts
 from hetero.ops.gpu.hybrid_shared import HybridShared
 from hetero.ops.gpu.launch import TILINGS, ExpertLaunch, Sorted
@@ -140,6 +141,8 @@ def all_tiers() -> None:
         fetch_ahead([hybrid.cache.memory])
         hybrid_kernels.pull[(1,)](pairs.addresses, pairs.addresses, 160, WIDTH=1024)
         plain_read(arena.view, torch.device("meta"))
+    for rows in (1, 16):
+        feed(*torch.empty(2, rows, dtype=torch.int64, device="meta"))
     packed = torch.empty(0, dtype=torch.uint8, device="meta")
     decoded(PackedMatrix(packed, parse_format("int8"), 64, 64), 0, 64)
 

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4_exp
 
 from hetero.formats import parse_format
+from hetero.ops.gpu.feed import feed
 from hetero.ops.gpu.fused import plain_rows
 from hetero.ops.gpu.mix import MixWeights, mix_rows, mix_streams
 from hetero.ops.gpu.route import argmax, route
@@ -133,3 +134,15 @@ def test_of_equals_the_first_is_the_largest(generator: torch.Generator) -> None:
     out = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     assert argmax(values[:1, 4000:].bfloat16(), out) is out
     assert int(out) == int((values[0, 4000:] == values[0, 4000:].max()).nonzero()[0])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_tokens_of_the_step_before(rows: int) -> None:
+    """Those below 0 name a row of what was found, in any order; the others stay."""
+    found = torch.randint(0, 2**40, (16,), device=DEVICE)
+    order = torch.randperm(16, device=DEVICE)[:rows]
+    known = torch.randint(0, 2**40, (rows,), device=DEVICE)
+    later = torch.rand(rows, device=DEVICE) < 0.6
+    tokens = torch.where(later, -1 - order, known)
+    feed(tokens, found)
+    assert torch.equal(tokens, torch.where(later, found[order], known))
