@@ -31,7 +31,7 @@ class Engine:
         self.runnable = runnable
         self._stepper = stepper_for(runnable)
         self._chunk = prefill_chunk or chunk_of(runnable)
-        most = _OWNED if runnable.runner is None else _SHARED
+        most = _SHARED if self._stepper.shares else _OWNED
         self._store: PrefixStore | None = None
         if reuse and not runnable.whole_prompt:
             self._store = PrefixStore(most, sys.maxsize, self._stepper)

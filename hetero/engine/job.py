@@ -72,7 +72,8 @@ class Job:
     @property
     def read(self) -> int:
         """Tokens that the sequence holds."""
-        return 0 if self.sequence is None else self.sequence.length
+        sequence = self.sequence  # another thread may ask while it is dropped
+        return 0 if sequence is None else sequence.length
 
     @property
     def known(self) -> int:

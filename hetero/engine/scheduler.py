@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,16 +18,16 @@ from torch import Tensor
 from hetero.core import HeteroError, InputError
 from hetero.engine import budget
 from hetero.engine.answer import Answer, Runnable, check, clock
-from hetero.engine.beginnings import places
 from hetero.engine.forward import MOST_ROWS
 from hetero.engine.generate import read_chunk
 from hetero.engine.job import EngineStatus, Handle, Job, Sink, next_reader
 from hetero.engine.pace import Pace
 from hetero.engine.queue import FairQueue
 from hetero.engine.request import FinishReason, Piece, QueueFull, Request, Result
+from hetero.engine.reuse import Reuse
 from hetero.engine.sample import Scored
 from hetero.engine.stepping import check_slots, chunk_of, stepper_for
-from hetero.kv.prefix import BLOCK, Entry, PrefixStore, best, blocks, common
+from hetero.kv.prefix import BLOCK, Entry, blocks
 
 __all__ = ["EngineStatus", "Handle", "Scheduler"]
 
@@ -38,10 +36,6 @@ log = logging.getLogger("hetero.engine")
 # Room for an answer to grow that a request needs to be admitted; without it, one would be let in only to be
 # sent back a few steps later.
 HEADROOM = 4 * BLOCK
-# Sequences kept for reuse, for each slot, and the part of the memory that they may take.
-KEPT_PER_SLOT, KEPT_PART = 4, 4
-# Prompts whose tokens are remembered, to see where new ones fork from them.
-PROMPTS = 32
 
 
 class Scheduler:
@@ -74,15 +68,17 @@ class Scheduler:
         self._kv_total = budget.tokens(kv_tokens, slots, runnable.context)
         if runnable.runner is not None:
             self._kv_total = min(self._kv_total, runnable.runner.kv_tokens)
-        # What slots leave lies in memory that is taken already.
-        part = KEPT_PART if runnable.runner is None else 1
-        self._store = PrefixStore(slots * KEPT_PER_SLOT, self._kv_total // part, self._stepper)
-        self._stepper.on_shortage(self._give_up)
-        self._reuse = prefix_cache and not runnable.whole_prompt
         self._pace = Pace(self._chunk)
-        self._prompts: deque[tuple[int, ...]] = deque(maxlen=PROMPTS)
         self._weighed = False
         self._wake = threading.Condition()
+        self._reuse = Reuse(
+            self._stepper,
+            slots,
+            self._kv_total,
+            on=prefix_cache and not runnable.whole_prompt,
+            lock=self._wake,
+            room=lambda: self._kv_total - self._needed(),
+        )
         # What follows is changed under the condition's lock.
         self._queue: FairQueue[Job] = FairQueue()
         self._running: list[Job] = []  # in the order of their admission
@@ -104,7 +100,7 @@ class Scheduler:
             self._thread.join()
         else:
             self._cancel_all()
-        self._store.clear()
+        self._reuse.close()
         self._stepper.close()
 
     def stop_accepting(self) -> None:
@@ -159,7 +155,7 @@ class Scheduler:
                 running=len(self._running),
                 waiting=sum(not job.handle.cancelled for job in self._queue),
                 kv_tokens_used=self._stepper.needs((job.sequence, blocks(job.read)) for job in self._running),
-                kv_tokens_cached=self._store.tokens,
+                kv_tokens_cached=self._reuse.store.tokens,
                 kv_tokens_total=self._kv_total,
                 prefix_hit_tokens=self._hits,
                 prompt_tokens=self._prompt_tokens,
@@ -177,11 +173,6 @@ class Scheduler:
     def _needed(self) -> int:
         """Tokens in whole blocks that running requests must have to go on; those that share count once."""
         return self._stepper.needs((job.sequence, job.needs) for job in self._running)
-
-    def _give_up(self) -> bool:
-        """Give up something that is kept, where the stepper is short of memory."""
-        with self._wake:
-            return self._store.give_up()
 
     # From here on: the engine's thread alone.
 
@@ -230,7 +221,7 @@ class Scheduler:
     def _make_room(self) -> None:
         """Send requests back to the queue, the last admitted first, until the others can go on."""
         with self._wake:
-            self._store.shrink(self._kv_total - self._needed())
+            self._reuse.store.shrink(self._kv_total - self._needed())
             while self._needed() > self._kv_total:
                 job = self._running.pop()
                 job.drop()
@@ -240,24 +231,25 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give free slots to waiting requests, as far as there is memory."""
-        shares = self._stepper.shares
+        store = self._reuse.store
         while (admitted := self._next_admitted()) is not None:
             job, found, room = admitted
-            if self._store.tokens <= room and not (shares and found):
-                continue
-            with self._wake:
-                if not shares:
-                    found = self._found(job)
-                self._store.shrink(room, spare=found[0] if found else None)
-            if found and (shares or self._store.tokens > room):
-                # It holds the memory of what is kept, or there is no room for both, and what is kept becomes
-                # the sequence.
+            if not self._stepper.shares:
+                if store.tokens <= room:
+                    continue
+                with self._wake:
+                    found = self._reuse.found(job, self._running)
+                    store.shrink(room, spare=found[0] if found else None)
+                if store.tokens <= room:
+                    continue
+                # No room for both: what is kept becomes the sequence.
+            if found is not None:
                 try:
                     self._start_from(job, *found)
                 except Exception as error:
                     self._fail(job, error)
-                with self._wake:
-                    self._store.shrink(self._kv_total - self._needed())
+            with self._wake:
+                store.shrink(self._kv_total - self._needed())
 
     def _next_admitted(self) -> tuple[Job, tuple[Entry, int] | None, int] | None:
         """The next request, now running; where memory is shared, what it may begin from; and the tokens that
@@ -266,7 +258,7 @@ class Scheduler:
             job = self._queue.peek() if len(self._running) < self._slots else None
             if job is None:
                 return None
-            found = self._found(job) if self._stepper.shares else None
+            found = self._reuse.found(job, self._running) if self._stepper.shares else None
             wanted = job.needs - (self._stepper.shared(found[0].cache, found[1]) if found else 0)
             room = self._kv_total - self._needed() - wanted - (HEADROOM if self._running else 0)
             if room < 0:
@@ -276,23 +268,6 @@ class Scheduler:
             job.sequence = self._stepper.start()
             job.began = clock()
             return job, found, room
-
-    def _found(self, job: Job) -> tuple[Entry, int] | None:
-        """What it may begin from: of kept sequences and of running ones, what has most of its tokens."""
-        if not self._reuses(job):
-            return None
-        tokens = tuple(job.tokens(0, job.known))
-        running = [
-            Entry(tuple(other.tokens(0, other.read)), other.sequence.cache, True)
-            for other in self._running
-            if other is not job and other.sequence is not None and other.read and other.sequence.cuttable
-        ]
-        known = (self._store.find(tokens), best(running, tokens))
-        return max((each for each in known if each is not None), key=lambda each: each[1], default=None)
-
-    def _reuses(self, job: Job) -> bool:
-        """Whether it may start from what was read before: scores of a prompt need all of it read."""
-        return self._reuse and not job.answer.scores_prompt
 
     def _start_from(self, job: Job, entry: Entry, used: int) -> None:
         """Not under the lock: a copy of a long cache takes a while, and the server waits for the lock."""
@@ -308,16 +283,13 @@ class Scheduler:
         job.begun = True
         if not job.answer.tokens:
             job.answer.begin()
-        if not self._reuses(job):
+        if not self._reuse.serves(job):
             return
         with self._wake:
-            found = self._found(job)
+            found = self._reuse.found(job, self._running)
         if found is not None and found[1] > job.read:
             self._start_from(job, *found)
-        prompt = job.request.prompt
-        job.fork = max((common(prompt, other) for other in self._prompts), default=0)
-        if prompt not in self._prompts:
-            self._prompts.append(prompt)
+        self._reuse.note(job)
 
     def _read(self, job: Job, beside: bool) -> None:
         """Read the next piece of a prompt (and of what its answer had when it was sent back)."""
@@ -331,9 +303,8 @@ class Scheduler:
         try:
             if not job.begun:
                 self._begin(job)
-            start, end = job.read, min(job.read + piece, job.known)
-            if self._reuse and not job.sequence.cuttable:
-                end = self._mark(job, start, end)
+            start = job.read
+            end = self._reuse.mark(job, start, min(start + piece, job.known))
             logits = read_chunk(job.sequence, job.answer, start, job.tokens(start, end))
         except Exception as error:
             self._fail(job, error)
@@ -341,8 +312,7 @@ class Scheduler:
         self._pace.read(end - start, clock() - began, beside)
         with self._wake:
             self._prompt_tokens += end - start
-        if self._reuse and not job.sequence.cuttable:
-            self._keep_within(job, end)
+        self._reuse.keep_marked(job, end)
         if end == job.known:
             if not self._weighed and job.sequence.cuttable:
                 self._weighed = True
@@ -350,47 +320,6 @@ class Scheduler:
                     log.warning(short)
             job.answer.read()
             self._take(job, logits)
-
-    def _mark(self, job: Job, start: int, end: int) -> int:
-        """Before tokens [start, end) are read: have states kept within them; where to stop reading."""
-        sequence = job.sequence
-        assert sequence is not None
-        if not sequence.marks:
-            return job.fork if start < job.fork < end else end
-        for at, spare in places(len(job.request.prompt), job.fork, job.answer.cached).items():
-            with self._wake:
-                wanted = start < at <= end and self._store.lacks(tuple(job.tokens(0, at)))
-            if wanted:
-                sequence.mark(at, spare=spare)
-        return end
-
-    def _keep_within(self, job: Job, end: int) -> None:
-        """Keep the states that were told up to token ``end``."""
-        sequence = job.sequence
-        assert sequence is not None
-        if not sequence.marks and end == job.fork:
-            self._keep(job, sequence.kept)
-        known = places(len(job.request.prompt), job.fork, job.answer.cached)
-        for at, cache in sequence.marked():
-            with self._wake:
-                entry = Entry(tuple(job.tokens(0, at)), cache, cuttable=False)
-                self._store.put(entry, first=known[at])
-                self._store.shrink(self._kv_total - self._needed())
-
-    def _keep(self, job: Job, make: Callable[[], object]) -> None:
-        """Let later requests begin with what this one's sequence holds, unless they can already."""
-        sequence = job.sequence
-        assert sequence is not None
-        sequence.settle()
-        tokens = tuple(job.tokens(0, sequence.length))
-        with self._wake:
-            wanted = self._store.lacks(tokens)
-        cache = make() if wanted else None
-        if cache is None:
-            return
-        with self._wake:
-            self._store.put(Entry(tokens, cache, sequence.cuttable))
-            self._store.shrink(self._kv_total - self._needed())
 
     def _advance(self, jobs: list[Job], alone: bool) -> None:
         """One token of each, in as few passes as can be. ``alone``: nobody reads a prompt meanwhile."""
@@ -420,8 +349,8 @@ class Scheduler:
                     self._made += 1
                 self._send(job, piece)
             if job.answer.reason is not None:
-                if self._reuse and job.sequence is not None and job.sequence.keepable:
-                    self._keep(job, job.sequence.given)
+                if job.sequence is not None:
+                    self._reuse.keep(job, job.sequence.given)
                 self._service_s += 0.2 * (clock() - job.began - self._service_s)
                 self._end(job, job.answer.result())
         except Exception as error:
@@ -439,6 +368,8 @@ class Scheduler:
         """End it before its end, with what it has made."""
         job.answer.reason = reason
         try:
+            if job.sequence is not None and not self._closing:
+                self._reuse.keep(job, job.sequence.given)  # whoever stops an answer often asks on
             result = job.answer.result()
         except Exception as error:
             self._fail(job, error)

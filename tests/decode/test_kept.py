@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from hetero.decode import turns
 from hetero.engine.gpu.pages import settled
 from hetero.engine.gpu.runner import GpuRunner
 from hetero.engine.gpu.stepper import SlotSequence, SlotStepper
@@ -41,11 +42,16 @@ def read(sequence: SlotSequence, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # idle rows hold anything, which may overflow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_beginning_of_another(family: str, generator: torch.Generator) -> None:
+def test_a_beginning_of_another(
+    family: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two sequences go on from a place within a third one's prompt, which goes on by itself meanwhile; and
-    one from where that has come to. All pages that nobody has written hold what is no number."""
+    one from where that has come to. All pages that nobody has written hold what is no number. Halves of
+    prompts take turns; the place is in the second."""
+    monkeypatch.setattr(turns, "ALIGNED", 8)
     model = tiny(family, generator, **FAMILIES[family])
     decoder = decoder_of(model, slots=4, context=64)
+    decoder.turns = True
     for part in decoder.paged:
         part.fill_(float("nan"))
     runner = GpuRunner(decoder, [], handoff=None, slots=4, context=64, rows=(1,), chunk=64)

@@ -145,6 +145,22 @@ def test_the_next_turn_of_a_talk_reads_only_what_is_new(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_was_said_of_a_stopped_answer_is_known(kind: str) -> None:
+    runner = runner_of(**KINDS[kind])
+    engine = Scheduler(runnable_of(runner), slots=runner.slots)
+    prompt = words(40)
+    listener = submit(engine, Request(prompt, SamplingParams(), 50))
+    while len(listener.pieces) < 7:
+        engine.step()
+    listener.handle.cancel()
+    drive(engine)
+    said = listener.result().token_ids
+    assert played(engine, (*prompt, *said, *words(8))).usage.cached_tokens == 40 + len(said) - 1
+    engine.close()
+    assert_nothing_held(runner)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_turn_whose_template_forgets_the_thinking(kind: str) -> None:
     """It parts from the earlier one just before its end."""
     runner = runner_of(**KINDS[kind])

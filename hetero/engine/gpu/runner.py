@@ -202,8 +202,11 @@ class GpuRunner:
         return list(self._last[slot])
 
     def keep(self, slot: int) -> Kept | None:
-        """What a slot holds, for others to begin from; None where there is no memory for it."""
+        """What a slot holds, for others to begin from; None where there is no memory for it, or where a step
+        that was launched ahead has failed."""
         self.settle()
+        if isinstance(self._told.get(slot), HandoffError):
+            return None
         with torch.inference_mode(), self._means.stream():
             return self.keeping.now(slot, self.recent(slot))
 
