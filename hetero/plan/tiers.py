@@ -27,9 +27,10 @@ GIB, MIB = 2**30, 2**20
 CUDA_CONTEXT = 512 * MIB
 GRAPHS = 320 * MIB  # a decode graph each for 1, 2, 4, 8 and 16 rows
 STAGING = 512 * MIB  # of experts on their way to the GPU, twice a quarter of a GiB
-PROCESS = 448 * MIB  # interpreter, torch, tokenizer and the tree, before a weight
+PROCESS = 432 * MIB  # interpreter, torch, tokenizer and the tree, before a weight
 CUDA_HOST = 768 * MIB  # what CUDA's libraries take of main memory besides
-EXPERT_WORKSPACE = 96 * MIB  # of a step of the CPU's experts at most
+EXPERT_WORKSPACE = 16 * MIB  # of the CPU's experts, besides the rows of a step
+EXPERT_ROWS = 64 * MIB  # of these at most
 SYSTEM = 2 * GIB  # of a whole machine's memory, for everything else on it
 PREFILL_CHUNK = 512  # tokens of a prompt that transformers' modules read at once
 TABLE_WIDTH = 2  # bytes of a value of an n-gram table, which keeps the checkpoint's dtype
@@ -190,7 +191,7 @@ def lay_out(inventory: Inventory, hardware: Hardware, request: Request, dense: s
     else:
         ram.add(f"dense layers ({dense})", weights)
         ram.add("keys, values and states", kept)
-    ram.add("workspace", EXPERT_WORKSPACE + (0 if vram else activations(inventory, PREFILL_CHUNK, 4)))
+    ram.add("workspace", cpu_workspace(inventory) + (0 if vram else activations(inventory, PREFILL_CHUNK, 4)))
     ram.require("the plan", "a smaller --ctx or --concurrency, or dense layers in bfloat16")
     table = place_table(inventory, ram, disk, experts)
     in_ram, copies = _experts_in_ram(ram, disk, experts, on_gpu)
@@ -229,6 +230,12 @@ def activations(inventory: Inventory, tokens: int, width: int) -> int:
     )
     widest = max(widest, 4 * inventory.hidden)
     return 8 * tokens * widest * width + 8 * inventory.vocabulary
+
+
+def cpu_workspace(inventory: Inventory) -> int:
+    """Bytes of main memory that the CPU's experts take for a chunk of a prompt."""
+    rows = max((4 * PREFILL_CHUNK * s.spec.top_k * s.spec.hidden for s in inventory.sites), default=0)
+    return EXPERT_WORKSPACE + min(rows, EXPERT_ROWS)
 
 
 def _experts_in_ram(ram: Tier, disk: Tier, experts: int, on_gpu: float) -> tuple[float, bool]:

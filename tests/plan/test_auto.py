@@ -13,10 +13,11 @@ from typer.testing import CliRunner, Result
 from hetero import auto, cli
 from hetero.core import MachineError
 from hetero.engine.generate import Engine
+from hetero.engine.gpu.vram import MARGIN
 from hetero.engine.load import Loaded, load_model
 from hetero.engine.request import Request
 from hetero.formats import parse_format
-from hetero.hw import memory
+from hetero.hw import memory, nvml
 from hetero.model.build import choose_class
 from hetero.model.demo import TEST_MODEL
 from hetero.plan.kv import sequence_bytes
@@ -127,6 +128,20 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(
         planned(tight, monkeypatch)
     with pytest.raises(MachineError, match=r"is available"):
         planned(64 << 20, monkeypatch)
+
+
+def test_a_gpu_is_asked_about_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch would tell makes one, and it would count as there before."""
+    assert torch.cuda.is_available() or auto.gpu_now(None) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: pytest.fail("torch was asked"))
+    monkeypatch.setattr(nvml, "device", lambda index: nvml.Device("A Card", 24 * GIB, 20 * GIB))
+    assert auto.gpu_now(None) == ("A Card", 20 * GIB - MARGIN)
+    assert auto.gpu_now(12 * GIB) == ("A Card", 12 * GIB)
+    monkeypatch.setattr(nvml, "device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Another")
+    assert auto.gpu_now(None) == ("Another", 20 * GIB - MARGIN)
 
 
 def held_bytes(loaded: Loaded) -> tuple[int, int]:

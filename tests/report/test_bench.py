@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -490,6 +492,16 @@ def test_a_result_of_a_gpu_is_shown() -> None:
         "decode": [series], "serial": [slow], "prefill": [], "dense_ms": {"1": 3.1}, "tables": {},
         "gpu_memory": {"cap": 24 << 30, "peak": 25 << 30, "under_cap": False, "used_by_others_before": 1},
         "notes": ["a note"],
+        "predicted": [
+            {"hardware": "desk", "layers": 4, "fits": True, "decode": [{"routing": "local", "tok_s": 90.0}],
+             "expected": [{"routing": "local", "tok_s": 60.0}]},
+            {"hardware": "toy", "layers": None, "fits": False, "decode": [], "expected": []},
+        ],
+        "plan": {
+            "memory": [{"tier": "GPU memory", "planned": 24 << 30, "measured": 25 << 30, "ratio": 0.96}],
+            "slots": {"planned": 6000, "measured": 5000},
+            "decode": [{"routing": "local", "rows": 1, "expected_tok_s": 100.0, "measured_tok_s": 80.0}],
+        },
     }  # fmt: skip
     console = Console(width=220, file=io.StringIO())
     show(result, console)
@@ -498,9 +510,45 @@ def test_a_result_of_a_gpu_is_shown() -> None:
         "120.5", "80% of 150.0", "81%", "1.10/0.10/0.20", "50.0", "8.0", "1210",
         "dense half alone, 1 rows: 3.10",
         "25.0 GiB of 24.0 GiB: OVER THE CAP", "34% more tokens when all work at once", "note: a note",
-        "both at once 78",
+        "both at once 78", "on desk, 4 layers: 60 tok/s local (at most 90)", "on toy: does not fit",
+        "plan: GPU memory 24.0 GiB, measured 25.0 GiB (-4.0%)",
+        "6000 experts in GPU memory, measured 5000 (+20.0%)",
+        "plan: local routing, 1 rows: 100.0 tok/s, measured 80.0 (+25.0%)",
     ):  # fmt: skip
         assert words in text, words
+
+
+def test_what_a_cap_of_the_cpu_has_come_to() -> None:
+    class Reads:
+        def gb_s(self) -> float:
+            return 20.0
+
+    reads: Any = Reads()
+    assert bench_load._held(3, 65.0, reads).endswith("3 threads, which read 20 GB/s now (--cpu-gbps-cap 65)")
+    assert "more than --cpu-gbps-cap 5, but there are no fewer threads" in bench_load._held(1, 5.0, reads)
+
+
+def test_a_table_of_plans_and_what_was_measured(tmp_path: Path) -> None:
+    result = tmp_path / "one.json"
+    plan = {
+        "memory": [{"tier": "main memory", "planned": 102 << 30, "measured": 100 << 30, "ratio": 1.03}],
+        "slots": {"planned": 104, "measured": 100},
+        "decode": [{"routing": "local", "rows": 1, "expected_tok_s": 116.0, "measured_tok_s": 100.0}],
+    }
+    result.write_text(json.dumps({"model": "m", "layers": 4, "plan": plan}))
+    (tmp_path / "two.json").write_text("{}")
+    script = Path(__file__).parents[2] / "scripts" / "plan_against.py"
+    command = [
+        sys.executable,
+        str(script),
+        *map(str, (result, tmp_path / "two.json", tmp_path / "none.json")),
+    ]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[2:]
+    assert lines[0] == "| m, 4 layers | main memory, GiB | 102 | 100 | +2.0% |"
+    assert lines[1].endswith("| +4.0% * |")
+    assert lines[2].endswith("| 116 | 100 | +16.0% * |")
+    assert "no plan in it" in lines[3]
+    assert "cannot be read" in lines[4]
 
 
 def test_options_of_a_gpu_are_kept_from_a_cpu(shape: Path) -> None:
