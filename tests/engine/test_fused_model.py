@@ -30,6 +30,8 @@ from hetero.model.keep import resolve_formats
 from hetero.model.loader import load as load_weights
 from hetero.model.loader import plan_load
 from hetero.model.sources import open_source
+from hetero.model.tables import leave_out, resolve_tables
+from hetero.ops.embedding import disk_tables, table_reads
 from hetero.ops.gpu.linear import PackedLinear
 from hetero.registry import op_names
 from hetero.rules import Placement, load_rules, match
@@ -140,6 +142,8 @@ def as_on_gpu(folder: Path, **sets: str) -> tuple[Any, Placement]:
     checkpoint = open_source(folder)
     plan = plan_load(model, checkpoint)
     here, _ = resolve_formats(here, plan, checkpoint)
+    here = resolve_tables(here, model, plan, checkpoint)
+    leave_out(plan, {one.module for one in here.assignments if one.op == "embedding"})  # which are on disk
     injected = inject.apply(model, here)
     load_weights(model, checkpoint, injected.sinks, dtype=torch.bfloat16, plan=plan)
     inject.finish(model)
@@ -148,9 +152,12 @@ def as_on_gpu(folder: Path, **sets: str) -> tuple[Any, Placement]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_shipped_rules(family: str, tmp_path: Path) -> None:
-    """Packed linear layers of int8, in and beside MoE blocks, and every kind of layer that a family has."""
+    """Packed linear layers of int8, in and beside MoE blocks, every kind of layer that a family has, and
+    n-grams from disk."""
     model_class = save_tiny(family, tmp_path, **FAMILIES[family])
-    model, placement = as_on_gpu(tmp_path, experts="int8", dense="int8", share="0.5", cache="50%")
+    model, placement = as_on_gpu(
+        tmp_path, experts="int8", dense="int8", share="0.5", cache="50%", table="disk"
+    )
     packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
     assert "lm_head" in packed
     assert any("shared_expert" in name for name in packed)
@@ -172,6 +179,8 @@ def test_the_shipped_rules(family: str, tmp_path: Path) -> None:
         assert out is not None
         got.append(out[0].clone())
     assert relative(torch.stack(got), want[3:]) < 0.05
+    assert bool(disk_tables(model)) == (family == "qwen4_exp")
+    assert table_reads(disk_tables(model)).nbytes > 0 or family != "qwen4_exp"
     runner.close()
 
 

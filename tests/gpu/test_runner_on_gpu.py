@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from hetero.engine.load import Loaded, load_model
 from hetero.engine.request import Request
 from hetero.engine.sample import SamplingParams
 from hetero.engine.scheduler import Scheduler
+from hetero.ops.embedding import disk_tables, table_reads
+from hetero.store.rows import CachedRows
 from tests.model.parity import load_reference, save_tiny
 from tests.model.routes import Chosen, Routing, chosen_by
 from tests.model.tiny_moe import VOCAB
@@ -164,6 +167,31 @@ def test_wherever_experts_lie(family: str, tmp_path: Path) -> None:
         assert runner_of(loaded).why_eager == "asked for"
         got = told(runner_of(loaded), tokens, 5, routed(runner_of(loaded), chosen))
         assert float(errors(got, want).max()) < 0.01
+
+
+def test_a_table_on_disk(tmp_path: Path) -> None:
+    """As with one in main memory; a file that has changed ends the step, and the next ones work."""
+    save_tiny("qwen4_exp", tmp_path)
+    tokens = random_tokens(60)
+    with fused(tmp_path, table="ram") as loaded:
+        want = told(runner_of(loaded), tokens, 5)
+    with fused(tmp_path, table="disk") as loaded:
+        runner, tables = runner_of(loaded), disk_tables(loaded.runnable.model)
+        assert not runner.eager, runner.why_eager
+        assert float(errors(told(runner, tokens, 5), want).max()) < 1e-3
+        assert table_reads(tables).nbytes > 0
+        for table in tables:  # that every step reads
+            assert table.rows is not None
+            table.rows = CachedRows(table.rows.files, 0)
+        slot = runner.claim()
+        runner.prefill(slot, tokens[:5])
+        file, stat = tables[0].path, tables[0].path.stat()
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+        with pytest.raises(MachineError, match="cannot be read: it has changed"):
+            runner.step([(slot, tokens[5])])
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        runner.release(slot)
+        assert float(errors(told(runner, tokens, 5), want).max()) < 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
