@@ -6,13 +6,17 @@
 Layers of 512 experts of 2560 x 640 in int4 (--shape), 10 a token. Decode: one captured graph of all layers
 with the real hand-off, as benchmarks/step_variants.py makes it, which compares ways to move and read experts;
 here it is how many are read over PCIe: shares, and ``balanced``, the split by what both sides take. Prompts:
-random routing, each strategy; tok/s as if 48 such layers were all of a model. The table comes last.
+random routing, each strategy; ``host waits`` is auto where the host waits for the CPU's sums instead of
+streams; before each layer come as many small kernels as another layer's dense part launches. tok/s as if 48
+such layers were all of a model; milliseconds a layer: of the CPU's pool, and of the host until the choices
+were there, until the CPU was told, until all was launched, and waiting for the CPU. The tables come last.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from dataclasses import asdict
@@ -30,7 +34,9 @@ from hetero.cpu import CpuExperts
 from hetero.engine.gpu import share
 from hetero.engine.gpu.port import LanePort
 from hetero.engine.handoff import Handoff
+from hetero.ops.gpu.chunk_tiles import batches
 from hetero.ops.gpu.hybrid import HybridExperts
+from hetero.ops.gpu.hybrid_prefill import ROWS
 from hetero.ops.gpu.hybrid_shared import HybridShared
 from hetero.ops.gpu.launch import Sorted, Tiling, sorted_places
 from hetero.ops.gpu.pinned import PinnedArena, pin_all
@@ -75,6 +81,7 @@ def decode(experts: list[CpuExperts], arenas: list[PinnedArena], options: Any) -
 def prompts(experts: list[CpuExperts], arenas: list[PinnedArena], options: Any) -> list[dict[str, Any]]:
     results = []
     spec = experts[0].spec
+    small = torch.zeros(256, device="cuda")
     for slots in (0, options.slots[-1]):
         shared = HybridShared("cuda")
         handoff = Handoff(experts, rows=1, slots=spec.top_k, device="cuda")
@@ -86,16 +93,19 @@ def prompts(experts: list[CpuExperts], arenas: list[PinnedArena], options: Any) 
             x = torch.randn(tokens, spec.hidden, device="cuda").bfloat16()
             ids = torch.rand(tokens, spec.num_experts, device="cuda").topk(spec.top_k).indices
             weights = torch.full((tokens, spec.top_k), 0.1, device="cuda")
-            for strategy in ("cpu", "stream", "split", "auto"):
+            for strategy in ("cpu", "stream", "split", "auto", "host waits"):
                 if strategy == "cpu" and tokens > 2048:
                     continue
-                shared.prefiller.strategy = strategy
+                shared.prefiller.strategy = "auto" if strategy == "host waits" else strategy
+                shared.prefiller.ahead = strategy != "host waits"
                 best = float("inf")
-                for _ in range(2):
+                for _ in range(3):
                     shared.prefiller.records.clear()
                     torch.cuda.synchronize()
                     begin = time.perf_counter()
                     for layer in layers:
+                        for _ in range(options.launches):
+                            small.add_(1.0)
                         layer.prefill(x, ids, weights)
                     torch.cuda.synchronize()
                     best = min(best, time.perf_counter() - begin)
@@ -110,6 +120,10 @@ def prompts(experts: list[CpuExperts], arenas: list[PinnedArena], options: Any) 
                     "pcie_gb_s": moved / best / 1e9,
                     "cpu_gb_s": read / best / 1e9,
                     "expected_ms": 1e3 * sum(record.expected_s for record in records) / len(records),
+                    **{
+                        key: 1e3 * statistics.median(getattr(record, key) for record in records)
+                        for key in ("cpu_s", "route_s", "plan_s", "launch_s", "wait_s")
+                    },
                     "records": [asdict(record) for record in records],
                 }  # fmt: skip
                 results.append(line)
@@ -170,9 +184,7 @@ def timed_tiling(layer: HybridExperts, x: Any, ids: Any, weights: Any, shape: Ti
     rows = torch.bincount(flat, minlength=layer.cache.experts).cpu().numpy()
     order = torch.arange(layer.cache.experts).numpy()
     addresses = layer.cache.cache_at + layer.cache.slot_of.cpu().long().numpy() * layer.cache.stride
-    from hetero.ops.gpu.hybrid_prefill import _batches
-
-    batches, tiles, where = _batches(order, addresses, rows, shape.rows, [len(order)])
+    groups, tiles, where = batches(order, addresses, rows, shape.rows, [len(order)], most=ROWS)
     edges = torch.tensor(tiles, dtype=torch.int32, device="cuda")
     places = sorted_places(flat)
     at = torch.tensor(where, dtype=torch.int64, device="cuda")
@@ -181,11 +193,11 @@ def timed_tiling(layer: HybridExperts, x: Any, ids: Any, weights: Any, shape: Ti
     for _ in range(3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for number, batch in enumerate(batches[0]):
+        for number, batch in enumerate(groups[0]):
             pairs = Sorted(*places, edges, at)
             layer.launch.many(
                 layer.cache.memory, x, weights, pairs, rows=batch.rows, tiles=batch.tiles, out=out,
-                room=prefiller._rooms(), shape=shape, first=number == 0,
+                room=prefiller.room(), shape=shape, first=number == 0,
             )  # fmt: skip
         end.record()
         torch.cuda.synchronize()
@@ -200,9 +212,11 @@ DECODE_COLUMNS = (
     ("cpu us", "cpu_work_us", "7.1f"), ("hand-off us", "handoff_us", "11.1f"),
 )  # fmt: skip
 PROMPT_COLUMNS = (
-    ("tokens", "tokens", "6"), ("slots", "slots", "5"), ("strategy", "strategy", "8"),
+    ("tokens", "tokens", "6"), ("slots", "slots", "5"), ("strategy", "strategy", "10"),
     ("ms/layer", "ms_a_layer", "9.2f"), ("expected", "expected_ms", "9.2f"),
     ("PCIe GB/s", "pcie_gb_s", "9.1f"), ("CPU GB/s", "cpu_gb_s", "9.1f"), ("tok/s", "tok_s", "7.0f"),
+    ("CPU ms", "cpu_s", "7.2f"), ("routed", "route_s", "6.2f"), ("planned", "plan_s", "7.2f"),
+    ("launched", "launch_s", "8.2f"), ("waited", "wait_s", "6.2f"),
 )  # fmt: skip
 
 
@@ -217,6 +231,9 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="*", default=[0.25, 0.4])
     parser.add_argument("--moves", type=int, default=2)
     parser.add_argument("--dense-us", type=float, default=60.0)
+    parser.add_argument(
+        "--launches", type=int, default=100, help="of small kernels before each layer of a prompt"
+    )
     parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048, 8192])
     parser.add_argument("--threads", type=int, help="of the CPU's pool")
     parser.add_argument(

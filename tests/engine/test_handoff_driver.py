@@ -57,6 +57,11 @@ def test_calls(make_driver: Make) -> None:
     driver.write_value(STREAM, at, 9)
     assert value.value == 9
     driver.wait_value(STREAM, at, 9)
+    other = ctypes.c_uint32(12)
+    driver.copy_up(at, ctypes.addressof(other), 4, STREAM)
+    assert value.value == 12
+    with pytest.raises(MachineError, match="cuMemcpyHtoDAsync: a failure"):
+        driver.copy_up(at, ctypes.addressof(other), 4, 0)
     assert driver.function(driver.load_module(PTX), "hetero_collect") == 2
     assert driver.graph_nodes(5) == {"kernel": 3, "memop": 2}
     for call in (

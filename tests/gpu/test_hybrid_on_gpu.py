@@ -140,6 +140,42 @@ def test_shares_change_between_replays(first: float, generator: torch.Generator)
     captured.close()
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_prompts_whose_sums_streams_wait_for(ahead: bool, generator: torch.Generator) -> None:
+    """All layers in a row, with an error of the CPU's in between, which the next layer raises."""
+    captured = Captured("auto", 0, 0.0, generator)
+    prefiller = captured.shared.prefiller
+    prefiller.strategy, prefiller.ahead = "split", ahead
+    ids = torch.rand(200, SPEC.num_experts, generator=generator).topk(SPEC.top_k).indices
+    weights = torch.rand(200, SPEC.top_k, generator=generator)
+
+    def check() -> None:
+        x = torch.randn(200, SPEC.hidden, generator=generator).bfloat16()
+        for layer, experts in zip(captured.layers, captured.experts, strict=True):
+            wanted = experts.forward(x, ids, weights)
+            got = layer.prefill(x.cuda(), ids.cuda(), weights.cuda()).cpu()
+            assert float((got - wanted).norm() / wanted.norm()) < 2e-2
+
+    def fails(*_: object) -> None:
+        raise OSError("lost")
+
+    check()
+    captured.experts[0].forward = fails  # type: ignore[method-assign]
+    given = torch.zeros(200, SPEC.hidden, dtype=torch.bfloat16, device="cuda"), ids.cuda(), weights.cuda()
+
+    def all_layers() -> None:
+        for layer in captured.layers:
+            layer.prefill(*given)
+
+    with pytest.raises(OSError, match="lost"):
+        all_layers()
+    del captured.experts[0].forward
+    check()
+    captured.replay()
+    captured.check()
+    captured.close()
+
+
 def test_rates_are_measured_beside_each_other(generator: torch.Generator) -> None:
     fmt = parse_format("int4")
     experts = [fill(CpuExperts(SPEC, fmt), random_weights(SPEC, generator)) for _ in range(LAYERS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ from hetero.core import ExpertSpec
 from hetero.cpu import CpuExperts
 from hetero.formats import parse_format
 from hetero.ops.gpu import hybrid_prefill
+from hetero.ops.gpu.chunk_tiles import batches, runs
 from hetero.ops.gpu.hybrid import DirectPort, HybridExperts
-from hetero.ops.gpu.hybrid_prefill import _batches, _runs
 from hetero.ops.gpu.hybrid_shared import HybridShared
 from hetero.ops.gpu.pinned import pin_all
 from hetero.ops.gpu.tiers import Rates, split_chunk
@@ -83,7 +84,7 @@ def test_strategies_agree(slots: int, strategy: Any, generator: torch.Generator)
         # The CPU's kernels quantise activations, the GPU's round them to bf16.
         assert relative(got, wanted) < (6e-3 if strategy == "stream" else 2e-2)
         assert (got[2] == 0).all()
-    assert prefiller._sent == {}
+    assert prefiller.staged.sent == {}
     for number, record in enumerate(prefiller.records):
         assert (record.layer, record.tokens) == (number, TOKENS)
         here = range(slots - hybrids[0].cache.reserve)  # the first experts, as long as no step was made
@@ -93,7 +94,7 @@ def test_strategies_agree(slots: int, strategy: Any, generator: torch.Generator)
         assert (record.cpu_s > 0) == (record.cpu > 0)
         if number == 0:  # of the second layer most may have been sent ahead
             assert (record.cpu > 0) == (strategy in ("cpu", "split"))
-    assert hybrids[0].shared.nbytes >= prefiller._staging.numel() > 0
+    assert hybrids[0].shared.nbytes >= prefiller.staging.numel() > 0
 
 
 def test_formats_of_gate_and_down_may_differ(generator: torch.Generator) -> None:
@@ -138,7 +139,7 @@ def test_more_rows_than_a_chunk_has(generator: torch.Generator, monkeypatch: pyt
 
 
 def test_memory_of_the_host_is_kept_until_kernels_have_read_it() -> None:
-    prefiller = HybridShared(DEVICE).prefiller
+    lanes = HybridShared(DEVICE).prefiller.lanes
     done: list[bool] = []
 
     class Event:
@@ -149,14 +150,71 @@ def test_memory_of_the_host_is_kept_until_kernels_have_read_it() -> None:
         def query(self) -> bool:
             return done[self.number]
 
-    prefiller._event = lambda timed=False: Event()  # type: ignore[method-assign]
+    lanes.event = lambda timed=False: Event()  # type: ignore[method-assign]
     some = [torch.zeros(1) for _ in range(3)]
-    prefiller._lend(some[0])
-    prefiller._lend(some[1])
-    assert [one for _, one in prefiller._lent] == some[:2]
+    lanes.lend(some[0])
+    lanes.lend(some[1])
+    assert [one for _, one in lanes._lent] == some[:2]
     done[0] = True
-    prefiller._lend(some[2])
-    assert [one for _, one in prefiller._lent] == some[1:]
+    lanes.lend(some[2])
+    assert [one for _, one in lanes._lent] == some[1:]
+
+
+class Words:
+    """Flags whose waiting stream is the thread that asks."""
+
+    able = True
+
+    def __init__(self) -> None:
+        self.taken, self.passed = 0, list[int]()
+        self._set = [threading.Event() for _ in range(20)]
+
+    def take(self) -> int:
+        self.taken += 1
+        return self.taken
+
+    def set(self, ticket: int) -> None:
+        self._set[ticket].set()
+
+    def wait(self, ticket: int) -> None:
+        assert self._set[ticket].wait(60.0)
+        self.passed.append(ticket)
+
+
+@pytest.mark.skipif(CUDA, reason="tests/gpu has it with a device's own waits")
+def test_the_stream_waits_in_the_hosts_place(generator: torch.Generator) -> None:
+    """But for the last layer; records come all the same, and what a layer's job raises comes at the next."""
+    hybrids, exact = layers(3, 3, generator)
+    prefiller = hybrids[0].shared.prefiller
+    prefiller.strategy, words = "cpu", Words()
+    prefiller.flags = words  # type: ignore[assignment]
+    for hybrid, reference in zip(hybrids, exact, strict=True):
+        x, ids, weights = chunk(generator)
+        got = hybrid.prefill(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+        assert relative(got, reference.forward(x, ids, weights)) < 2e-2
+    assert (words.taken, words.passed) == (3, [1, 2])
+    assert [record.layer for record in prefiller.records] == [0, 1, 2]
+    assert [record.wait_s > 0 for record in prefiller.records] == [True] * 3
+    assert not prefiller.unseen
+
+    def fails(*_: object) -> None:
+        raise OSError("lost")
+
+    given = chunk(generator)
+    hybrids[0].experts.forward = fails  # type: ignore[method-assign]
+    hybrids[0].prefill(*given)
+    with pytest.raises(OSError, match="lost"):
+        hybrids[1].prefill(*given)
+    hybrids[0].prefill(*given)  # a prompt that is given up here
+    del hybrids[0].experts.forward
+    for hybrid, reference in zip(hybrids, exact, strict=True):
+        assert relative(hybrid.prefill(*given), reference.forward(*given)) < 2e-2
+    hybrids[2].experts.forward = fails  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="lost"):
+        hybrids[2].prefill(*given)
+    prefiller.ahead = False
+    hybrids[0].prefill(*given)
+    assert words.taken == 9
 
 
 @pytest.mark.parametrize("slots", [0, 3])
@@ -171,7 +229,7 @@ def test_chunks_that_take_turns_over_layers(slots: int, generator: torch.Generat
         begun = [hybrid.prefill_submit(*(part.to(DEVICE) for part in one)) for one in given]
         for one, inputs in zip(begun, given, strict=True):
             assert relative(one.collect(), reference.forward(*inputs)) < 6e-3
-    assert hybrids[0].shared.prefiller._sent == {}
+    assert hybrids[0].shared.prefiller.staged.sent == {}
 
 
 def test_the_cpu_alone(generator: torch.Generator) -> None:
@@ -186,16 +244,15 @@ def test_the_cpu_alone(generator: torch.Generator) -> None:
 
 
 def test_neighbours_are_copied_at_once() -> None:
-    assert list(_runs([0, 1, 2, 5, 7, 8, 9], 8)) == [(0, 0, 3), (3, 5, 1), (4, 7, 1), (5, 8, 2)]
-    assert list(_runs([], 8)) == []
+    assert list(runs([0, 1, 2, 5, 7, 8, 9], 8)) == [(0, 0, 3), (3, 5, 1), (4, 7, 1), (5, 8, 2)]
+    assert list(runs([], 8)) == []
 
 
-def test_batches_hold_every_row_once(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hybrid_prefill, "ROWS", 40)
+def test_batches_hold_every_row_once(generator: torch.Generator) -> None:
     rows = torch.randint(0, 41, (30,), generator=generator).numpy().astype(np.int64)
     order = torch.randperm(30, generator=generator).numpy()
     ends = [0, 7, 7, 30]
-    groups, tiles, where = _batches(order, 1000 + order, rows, 16, ends)
+    groups, tiles, where = batches(order, 1000 + order, rows, 16, ends, most=40)
     edges = tiles.tolist()
     at = 0
     for group, experts in zip(groups, (order[:0], order[:7], order[:0], order[7:]), strict=True):

@@ -182,7 +182,7 @@ def cpu_seconds(
 def _own_seconds(experts: CpuExperts, room: Tensor, device: torch.device) -> float:
     """Of the GPU's kernels on a token's experts that lie in its memory, in a graph."""
     spec = experts.spec
-    launch = ExpertLaunch(spec, experts.format, device)
+    launch = ExpertLaunch(spec, experts.format, device, experts.down_format)
     x = launch.rows(torch.zeros(1, spec.hidden, dtype=torch.bfloat16, device=device))
     at = torch.arange(spec.top_k, device=device) % len(room) * room.shape[1] + room.data_ptr()
     weights = torch.zeros(1, spec.top_k, device=device)

@@ -139,8 +139,8 @@ class HybridExperts:
     InputError for experts that the GPU's kernels do not read, where there is an arena.
 
     A decode step is ``submit``, the GPU's other work, ``collect``, which also starts the moves of the cache
-    on the side; all can be captured. No layer is submitted again before its collect where the port has one
-    place for it, as a lane of the hand-off has.
+    on the side; all can be captured. A layer may be submitted again before its collect where the port has
+    room for it (micro-batches); collects come in the same order.
     """
 
     def __init__(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hetero.config import settings
 from hetero.ops.gpu.cache import MOVES
-from hetero.ops.gpu.hybrid_prefill import PIECE, Prefiller
+from hetero.ops.gpu.hybrid_prefill import Prefiller
+from hetero.ops.gpu.staged import PIECE
 from hetero.ops.gpu.tiers import Rates
 
 LONGEST = 1024
@@ -113,7 +114,7 @@ class HybridShared:
     is computed from there; else the kernels that compute it read it where it lies. ``soon``: moves follow
     that at once, before the step's sum is there; else they begin when the GPU's own share has ended. None: as
     HETERO_PCIE says. Both are read when a step is captured. What is brought and does not stay lies in the
-    buffers of prompts meanwhile, so no chunk of a prompt may be under way beside a step.
+    buffers of prompts meanwhile: a step and a chunk of a prompt follow each other on one stream.
 
     ``join`` at the end of every captured step: the graph then ends with its moves. ``rates``: what prompts
     are divided by; ``piece``: bytes of each of the two buffers by which they stream experts.
@@ -148,7 +149,7 @@ class HybridShared:
             LONGEST + 1, dtype=torch.int32, device=self.device
         )  # of what no GPU reads
         self._most = torch.full((len(SIZES), 1), moves, dtype=torch.int32, device=self.device)
-        self.prefiller = Prefiller(self.device, rates=rates, piece=piece)
+        self.prefiller = Prefiller(self.device, rates=rates, piece=piece, ahead=said)
         self.set_share(share)
 
     @property

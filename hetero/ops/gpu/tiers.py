@@ -70,6 +70,33 @@ CPU_ALONE = Split("cpu", _NONE, _NONE, _NONE, 0.0, 0.0, 0.0, 0.0)
 """Of experts that no GPU can read: nobody counts them."""
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillRecord:
+    """How the experts of one layer and chunk were computed: experts by tier, what was expected, what it took.
+
+    ``cpu_s``: of the CPU's pool; ``seconds``: of the host, from the layer's start to its sum's last launch.
+    Of these: ``route_s`` until the choices were there, ``plan_s`` from there until the CPU was told,
+    ``launch_s`` until all else was launched; then other work of the caller, and ``wait_s`` for the CPU, 0
+    where a stream does.
+    """
+
+    layer: int
+    tokens: int
+    strategy: str
+    gpu: int
+    pcie: int
+    cpu: int
+    expected_cpu_s: float
+    expected_pcie_s: float
+    expected_s: float
+    cpu_s: float
+    seconds: float
+    route_s: float = 0.0
+    plan_s: float = 0.0
+    launch_s: float = 0.0
+    wait_s: float = 0.0
+
+
 def split_chunk(
     rows: Ints,
     here: npt.NDArray[np.bool_],
