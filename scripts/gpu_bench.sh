@@ -3,7 +3,7 @@
 # of its own, so that a hang costs little. Results are JSON in the folder OUT, all output is in OUT/log.txt, and a
 # short table comes last.
 #
-#   STEPS="build tests kernels variants handoff small decode batch desktop prefill"   what to do; default: build small decode
+#   STEPS="build tests kernels variants handoff small decode batch desktop prefill reality"   what to do; default: build small decode
 #   MODEL, SMALL   what is measured; VRAM, RAM, THREADS, CPU_CAP   of the machine
 #   TESTS          arguments of pytest besides -m "gpu or amx"
 #   DECODE, BATCH, PREFILL, DESKTOP, SMALL_OPTIONS   options of hetero bench, see below
@@ -69,6 +69,7 @@ run_bench decode 420 decode.json "$model" "${common[@]}" "${decode_options[@]}"
 run_bench batch 420 batch.json "$model" "${common[@]}" "${batch_options[@]}"
 run_bench prefill 300 prefill.json "$model" "${common[@]}" "${prefill_options[@]}"
 run_bench desktop 300 desktop.json "$model" "${common[@]}" "${desktop_options[@]}"
+step reality 300 20 scripts/plan_reality.sh "$out/plan"
 rm -f "$out/.step"
 echo
 python3 scripts/bench_table.py "$out"/*.json

@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY=passive HETERO_STATS=off PYTHONUNBUFFERED=1
 status=0
 for model in $models; do
   name=$(basename "$model" .json)
-  timeout -k 10 "${LIMIT:-110}" "${PYTHON:-python3}" -m hetero.entry bench "synthetic:$model" "${common[@]}" "${options[@]}" \
+  timeout -k 10 "${LIMIT:-130}" "${PYTHON:-python3}" -m hetero.entry bench "synthetic:$model" "${common[@]}" "${options[@]}" \
     --json "$out/$name.json" >"$out/$name.txt" 2>&1 || { status=1; tail -n 2 "$out/$name.txt"; }
 done
 "${PYTHON:-python3}" scripts/plan_against.py "$out"/*.json

@@ -191,7 +191,10 @@ def lay_out(inventory: Inventory, hardware: Hardware, request: Request, dense: s
     else:
         ram.add(f"dense layers ({dense})", weights)
         ram.add("keys, values and states", kept)
-    ram.add("workspace", cpu_workspace(inventory) + (0 if vram else activations(inventory, PREFILL_CHUNK, 4)))
+    space = cpu_workspace(inventory)
+    if not vram:
+        space += activations(inventory, PREFILL_CHUNK, 4) + reordered_bytes(inventory, dense)
+    ram.add("workspace", space)
     ram.require("the plan", "a smaller --ctx or --concurrency, or dense layers in bfloat16")
     table = place_table(inventory, ram, disk, experts)
     in_ram, copies = _experts_in_ram(ram, disk, experts, on_gpu)
@@ -230,6 +233,15 @@ def activations(inventory: Inventory, tokens: int, width: int) -> int:
     )
     widest = max(widest, 4 * inventory.hidden)
     return 8 * tokens * widest * width + 8 * inventory.vocabulary
+
+
+def reordered_bytes(inventory: Inventory, dense: str) -> int:
+    """Bytes of the copy that torch makes of a matrix of 16 bits before the CPU multiplies by it: of the
+    largest, which is the head more often than not."""
+    if DENSE_WIDTH.get(dense, 2) != 2:
+        return 0
+    matrices = (w.params for w in inventory.weights if w.matrix or w.head)
+    return 2 * max(matrices, default=0)
 
 
 def cpu_workspace(inventory: Inventory) -> int:

@@ -37,6 +37,7 @@ from hetero.plan.tiers import (
     dense_bytes,
     one_expert_bytes,
     place_table,
+    reordered_bytes,
     sequences_bytes,
 )
 from hetero.plan.workspace import fused_rules
@@ -147,7 +148,9 @@ def _in_ram(
     largest = max(
         (w.params for w in inventory.weights if w.kind not in (Kind.EXPERTS, Kind.TABLE)), default=0
     )
-    ram.add("a tensor in flight", 2 * largest)
+    # One that is loaded, where a step does not take as much anyway.
+    on_cpu = layout.gpu is None
+    ram.add("a tensor in flight", max(0, 2 * largest - on_cpu * reordered_bytes(inventory, layout.dense)))
     sites = [s for s in inventory.sites if s.layer not in gpu_layers]
     sizes = [one_expert_bytes(s.spec, request.expert_format) for s in sites]
     experts = sum(s.spec.num_experts * size for s, size in zip(sites, sizes, strict=True))

@@ -81,8 +81,10 @@ def _packed_names(model_type: str) -> re.Pattern[str]:
 
 
 def host_bytes(inventory: Inventory) -> int:
-    """Bytes of the embeddings, which fused layers read from main memory, in bfloat16."""
-    return 2 * inventory.of(Kind.EMBEDDING)
+    """Bytes of the embeddings, which fused layers read from main memory, in bfloat16: of pinned memory, which
+    torch takes in powers of two."""
+    size = 2 * inventory.of(Kind.EMBEDDING)
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def workspace_bytes(inventory: Inventory, chunk: int) -> int:

@@ -19,6 +19,7 @@ from hetero.plan.inventory import Inventory
 from hetero.plan.machine import gpu_named, this_machine
 from hetero.plan.sizes import gib
 from hetero.plan.tiers import CUDA_HOST, Layout, Request, Tier, lay_out
+from hetero.report.bandwidth import HOST_BYTES
 from hetero.report.bench import Series
 from hetero.report.bench_options import GPU, Options, fuses
 
@@ -115,9 +116,13 @@ def everything_in_memory(options: Options, series: Series) -> Request:
     )
 
 
-def host_items(layout: Layout, synthetic: bool) -> Tier:
-    """Main memory of such a plan as a run fills it: large tables of synthetic models take none."""
+def host_items(layout: Layout, options: Options) -> Tier:
+    """Main memory of such a plan as a benchmark fills it: large tables of synthetic models take none, and
+    what measures PCIe has memory of its own."""
     tier = Tier("main memory", None)
+    synthetic = options.model.kind in ("synthetic", "config")
+    if options.gpu:
+        tier.add("reads over PCIe", HOST_BYTES)
     for item in layout.ram.items:
         sparse = synthetic and "n-gram table" in item.name and item.bytes > SPARSE_BYTES
         if item.name not in ("system",) and not sparse:
@@ -131,8 +136,7 @@ def require_memory(options: Options, series: Series, inventory: Inventory) -> No
     layout = run_layout(options, series, inventory, _gpu_bytes(options))
     available = memory.available()
     needed = Tier("main memory", available.bytes)
-    synthetic = options.model.kind in ("synthetic", "config")
-    for item in host_items(layout, synthetic).items:
+    for item in host_items(layout, options).items:
         # The interpreter and torch are there already.
         needed.add(item.name, CUDA_HOST * options.gpu if item.name == "process" else item.bytes)
     less = "fewer --layers or a smaller --format need less"

@@ -48,9 +48,7 @@ def against_plan(
     layout = run_layout(options, series, inventory, size)
     hardware = with_experts(hardware, on_gpu=gpu is not None)
     found: dict[str, Any] = {
-        "memory": [
-            _compared("main memory", host_items(layout, result["synthetic"]).used, result["host_memory"])
-        ],
+        "memory": [_compared("main memory", host_items(layout, options).used, result["host_memory"])],
         "slots": None,
         "decode": [],
     }

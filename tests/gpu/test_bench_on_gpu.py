@@ -53,7 +53,7 @@ def bench(folder: Path, *options: object) -> dict[str, Any]:
 def test_everything_at_once(tmp_path: Path) -> None:
     found = bench(
         tmp_path, "--vram", "3GiB", "--cache", "50%", "--routing", "local,router", "--batch", "1,3",
-        "--prefill", "40,200", "--share", "0.5,0", "--serial",
+        "--prefill", "40,200", "--share", "0.5,0", "--serial", "--plan",
     )  # fmt: skip
     assert found["complete"]
     assert found["engine"] == "fused"
@@ -73,6 +73,10 @@ def test_everything_at_once(tmp_path: Path) -> None:
     }  # fmt: skip
     assert set(found["dense_ms"]) == {"1", "4"}
     assert all(ms > 0 for ms in found["dense_ms"].values())
+    plan = found["plan"]
+    assert [one["tier"] for one in plan["memory"]] == ["main memory", "GPU memory"]
+    assert plan["slots"]["measured"] == found["slots_on_gpu"]
+    assert all(one["expected_tok_s"] > 0 for one in plan["decode"])
     memory = found["gpu_memory"]
     assert memory["under_cap"]
     assert memory["cap"] == VRAM

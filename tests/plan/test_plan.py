@@ -81,7 +81,7 @@ def test_gpu_memory_is_filled_with_experts() -> None:
     one = all_expert_bytes(model, request.expert_format) / (48 * 512)
     assert layout.slots == (24 * GIB - before) // one
     assert (layout.fused, layout.chunk) == (True, 1024)
-    assert next(i.bytes for i in layout.ram.items if i.name == "embeddings") == host_bytes(model)
+    assert next(i.bytes for i in layout.ram.items if i.name == "embeddings") == host_bytes(model) == 2 * GIB
     assert layout.on_gpu == layout.slots / (48 * 512)
     assert 24 * GIB - one < layout.gpu.used <= 24 * GIB
     assert (layout.in_ram, layout.copies, layout.on_disk) == (1.0, True, 0.0)
@@ -340,8 +340,8 @@ def test_what_does_not_fit_is_refused_with_numbers() -> None:
     with pytest.raises(MachineError, match=r"needs .* GiB of GPU memory .*; 6\.0 GiB is available") as caught:
         make_plan("m", model, machine(), asked(vram=6 * GIB, context=1024, dense="int8"))
     assert caught.value.exit_code == 3
-    with pytest.raises(MachineError, match=r"tenth of its experts .*; 5\.0 GiB is available"):
-        make_plan("m", model, machine(ram=5 * GIB), asked(vram=8 * GIB))
+    with pytest.raises(MachineError, match=r"tenth of its experts .*; 6\.0 GiB is available"):
+        make_plan("m", model, machine(ram=6 * GIB), asked(vram=8 * GIB))
     with pytest.raises(MachineError, match=r"main memory \(process .*dense layers"):
         make_plan("m", model, machine(gpu=False, ram=8 * GIB), asked())
     with pytest.raises(MachineError, match="keys, values and states"):
