@@ -64,7 +64,8 @@ class RowCache:
     def use(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """``find`` for a step that uses distinct ids; counted."""
         if self._sets:
-            self._worth *= 2.0 ** (len(ids) / (HALF_LIFE * self.slots))
+            # After a prompt of many times the slots, nothing before counts.
+            self._worth *= 2.0 ** min(len(ids) / (HALF_LIFE * self.slots), 64.0)
         if self._worth > _TOO_LARGE:
             self._scores /= self._worth
             self._worth = 1.0

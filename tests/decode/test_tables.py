@@ -16,9 +16,9 @@ from hetero.decode.ple import NgramTable
 from hetero.model.tables import StoredTable
 from hetero.ops.embedding import HostEmbedding
 from hetero.store.rows import Run
-from tests.decode.test_qwen4_exp import SIZES
 from tests.decode.tiny import DEVICE, decoder_of, direct_experts, prefill, tiny, tokens_of
 
+SIZES = {"num_hidden_layers": 1, "layer_types": ["linear_attention"], "ple_layer_ids": [1], "hc_count": 2}
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 

@@ -73,6 +73,17 @@ def test_too_little_room_keeps_nothing(ram: int) -> None:
     assert cache.stats.misses == 5
 
 
+def test_one_set_and_a_prompt_of_thousands_of_rows() -> None:
+    cache = RowCache(10**6, ROW, WAYS * (ROW + 16))
+    ids = np.arange(30_000)
+    for _ in range(20):
+        slots = cache.use(ids)
+        cache.admit(ids[slots < 0], contents(ids[slots < 0]))
+    found = cache.find(ids)
+    assert (found >= 0).sum() == cache.slots == WAYS
+    assert np.array_equal(cache.rows[found[found >= 0]], contents(ids[found >= 0]))
+
+
 def test_no_more_than_the_table(generator: torch.Generator) -> None:
     cache = RowCache(20, ROW, 1 << 30)
     assert cache.slots == 24
