@@ -33,7 +33,7 @@ from hetero.engine.answer import Answer, Runnable
 from hetero.engine.gpu.pages import Pages
 from hetero.engine.gpu.runner import GpuRunner
 from hetero.engine.gpu.staging import Results, Staging
-from hetero.engine.gpu.steps import LANES
+from hetero.engine.gpu.steps import TRACKS
 from hetero.engine.handoff import Handoff
 from hetero.engine.request import Request, Result
 from hetero.engine.sample import Sampler, SamplingParams
@@ -82,9 +82,9 @@ class Null:
                 experts.put(expert, part, torch.zeros(shape))
         self.lane = 0
         self.fed: list[float] = []
-        self.handoff = Handoff([experts] * LAYERS, rows=rows, slots=2, lanes=LANES)
+        self.handoff = Handoff([experts] * LAYERS, rows=rows, slots=2, lanes=TRACKS)
         backend: Any = self.handoff.backend
-        for lane in range(LANES):
+        for lane in range(TRACKS):
             backend.stream(lane)
             for layer in range(LAYERS):
                 self.handoff.payload(lane, layer).ids.fill_(-1)

@@ -17,9 +17,8 @@ from hetero.decode.families import family_of
 from hetero.decode.inputs import PAGE, Chunk, Mark, StepInputs
 from hetero.decode.layer import Layer
 from hetero.decode.matrix import Part, Projection
-from hetero.decode.turns import parted, prefill
+from hetero.decode.turns import halves, joined, parted, prefill, step
 from hetero.ops.gpu.ahead import fetch_ahead
-from hetero.ops.gpu.stamps import at_layer
 
 _SCORED = 16  # rows of logits at once: as many as a step's kernels take
 
@@ -113,14 +112,13 @@ class Decoder:
         table = pages.view(build.slots, build.most_pages)
         return StepInputs(tokens, slots, positions, table, ple if self._family.ple else None)
 
-    def step(self, inputs: StepInputs) -> Tensor:
-        """Logits float32 [R, V] of one token of every row; garbage in idle rows. Capturable."""
+    def step(self, inputs: StepInputs, *, lanes: int = 1) -> Tensor:
+        """Logits float32 [R, V] of one token of every row; garbage in idle rows. Capturable. ``lanes``: 2:
+        two halves of the rows take turns (``turns``), whose experts are a micro-batch each."""
         self._look_ahead()
-        stream = self._family.begin(self._embedding(inputs.tokens))
-        for number, layer in enumerate(self._layers):
-            at_layer(number)
-            stream = layer.step(stream, inputs)
-        return self._logits(stream)
+        parts = [inputs] if lanes == 1 else halves(inputs)
+        streams = [self._family.begin(self._embedding(part.tokens)) for part in parts]
+        return self._logits(joined(step(self._layers, streams, parts)))
 
     def _look_ahead(self) -> None:
         """While a step waits for a layer's experts, the next layer's first weights come nearer."""

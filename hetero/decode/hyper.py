@@ -126,7 +126,7 @@ class HyperLayer:
     def first_weights(self) -> list[Tensor]:
         return [*self.around_mixer.weights, *self.mixer.first_weights]
 
-    def step(self, stream: HyperStream, inputs: StepInputs) -> HyperStream:
+    def begin_step(self, stream: HyperStream, inputs: StepInputs) -> Callable[[], HyperStream]:
         streams = stream.streams
         if self.ngrams is not None:
             if inputs.await_ple is not None:
@@ -137,7 +137,8 @@ class HyperLayer:
         mixed = HyperStream(streams, Sum(self.mixer.step(x, inputs)), inject)
         lap(MIXER)
         x, inject = self.around_block.step(self.block.format, mixed)
-        return HyperStream(streams, self.block.step(x, inputs), inject)
+        end = self.block.begin_step(x, inputs)
+        return lambda: HyperStream(streams, end(), inject)
 
     def begin_prefill(self, stream: HyperStream, chunk: Chunk) -> Callable[[], HyperStream]:
         streams = stream.streams

@@ -11,6 +11,11 @@ PAGE = 16
 """Tokens of a page of keys and values."""
 
 
+def half_of(rows: int) -> int:
+    """Of the rows of a step whose halves take turns: those of the first."""
+    return -(-rows // 2)
+
+
 @dataclass(slots=True)
 class StepInputs:
     """Static tensors on the device, one set per captured number of rows R."""

@@ -25,10 +25,12 @@ class Block(Protocol):
 
     @property
     def format(self) -> Format:
-        """Of the rows that ``step`` takes."""
+        """Of the rows that ``begin_step`` takes."""
         ...
 
-    def step(self, x: Normed, inputs: StepInputs) -> Sum: ...
+    def begin_step(self, x: Normed, inputs: StepInputs) -> Callable[[], Sum]:
+        """One token of every row, up to where experts on the CPU know what to do; the call does the rest."""
+        ...
 
     def begin_parts(self, x: Tensor) -> Callable[[], Sum]:
         """x [T, H], any T, up to where experts on the CPU know what to do; the call does the rest."""
@@ -49,10 +51,13 @@ class Layer(Protocol):
 
     @property
     def first_weights(self) -> list[Tensor]:
-        """What ``step`` reads first."""
+        """What ``begin_step`` reads first."""
         ...
 
-    def step(self, stream: Any, inputs: StepInputs) -> Any: ...
+    def begin_step(self, stream: Any, inputs: StepInputs) -> Callable[[], Any]:
+        """One token of every row, up to where experts on the CPU know what to do; the call does the rest. In
+        between other rows may begin. Capturable."""
+        ...
 
     def begin_prefill(self, stream: Any, chunk: Chunk) -> Callable[[], Any]:
         """Many tokens of one sequence, up to where experts on the CPU know what to do; the call does the
@@ -100,12 +105,13 @@ class PlainLayer:
     def first_weights(self) -> list[Tensor]:
         return self.mixer.first_weights
 
-    def step(self, stream: PlainStream, inputs: StepInputs) -> PlainStream:
+    def begin_step(self, stream: PlainStream, inputs: StepInputs) -> Callable[[], PlainStream]:
         x = self.mixer_norm.step(self.mixer.format, stream.residual, stream.added)
         mixed = self.mixer.step(x, inputs)
         lap(MIXER)
         x = self.block_norm.step(self.block.format, x.residual, Sum(mixed))
-        return PlainStream(x.residual, self.block.step(x, inputs))
+        end = self.block.begin_step(x, inputs)
+        return lambda: PlainStream(x.residual, end())
 
     def begin_prefill(self, stream: PlainStream, chunk: Chunk) -> Callable[[], PlainStream]:
         x = self.mixer_norm.step(VALUES, stream.residual, stream.added)

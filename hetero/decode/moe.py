@@ -44,8 +44,10 @@ class GatedMlp:
         gate_up = self._in.whole(x.rows, self._dtype)
         return self._out.whole(swiglu_rows(self._out.format, gate_up), self._dtype)
 
-    def step(self, x: Normed, inputs: StepInputs) -> Sum:
-        return Sum(self.few(x))
+    def begin_step(self, x: Normed, inputs: StepInputs) -> Callable[[], Sum]:
+        """With nothing left to do."""
+        out = Sum(self.few(x))
+        return lambda: out
 
     def prefill(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -83,7 +85,8 @@ class RoutedBlock:
     def format(self) -> Format:
         return self._router.format if self._shared is None else self._shared.format
 
-    def step(self, x: Normed, inputs: StepInputs) -> Sum:
+    def begin_step(self, x: Normed, inputs: StepInputs) -> Callable[[], Sum]:
+        """Up to where the CPU was told, and with the shared expert."""
         shared: list[Tensor] = []
         if self._shared is not None and BESIDE:
             expert = self._shared
@@ -99,10 +102,14 @@ class RoutedBlock:
         if self._shared is not None and not shared:
             shared.append(self._shared.few(x))
             lap(SHARED)
-        main = experts.collect()
-        # x is kept until here, so that nothing takes its memory while the other stream reads it.
-        self._build.side.join()
-        return Sum(main, shared[0] if shared else None, outputs[1] if self._gated else None)
+
+        def end(kept: Normed = x) -> Sum:
+            main = experts.collect()
+            # x is kept until here, so that nothing takes its memory while the other stream reads it.
+            self._build.side.join()
+            return Sum(main, shared[0] if shared else None, outputs[1] if self._gated else None)
+
+        return end
 
     def begin_parts(self, x: Tensor) -> Callable[[], Sum]:
         """Up to where the CPU was told."""

@@ -14,7 +14,7 @@ from hetero.hw.memory import parse_bytes
 from hetero.rules.devices import check_device
 from hetero.rules.embedding_options import refuse_table
 from hetero.rules.mistakes import Mistakes
-from hetero.rules.schema import Replace
+from hetero.rules.schema import Replace, check_keys
 from hetero.rules.source import Value
 
 AUTO = "auto"
@@ -121,16 +121,33 @@ def _needs_both(value: Value, key: str, experts: Value, replace: Replace) -> Non
 
 
 def fused_options(replace: Replace, devices: Sequence[str]) -> Mapping[str, Any]:
-    """None; the device must be a GPU."""
+    """``kwargs: {lanes}``: 1, 2, or 0 for auto, whether halves of a step's rows take turns; the device must
+    be a GPU."""
     mistakes = Mistakes()
+    lanes = 1
     with mistakes:
         refuse_table(replace)
-    for given, key in ((replace.experts, "experts"), (replace.kwargs, "kwargs")):
-        with mistakes:
-            if given is not None:
-                given.where.fail(f"op 'fused' takes no '{key}': what lies in the layer has rules of its own")
+    with mistakes:
+        if replace.experts is not None:
+            where = replace.experts.where
+            where.fail("op 'fused' takes no 'experts': what lies in the layer has rules of its own")
+    with mistakes:
+        if replace.kwargs is not None:
+            lanes = _read_lanes(replace.kwargs)
     with mistakes:
         if check_device(replace.device, replace.where, devices) == "cpu":
             replace.where.fail("op 'fused' runs on a GPU: write 'device: cuda:0', or 'op: keep' for the CPU")
     mistakes.tell()
-    return {}
+    return {"lanes": lanes}
+
+
+def _read_lanes(kwargs: Value) -> int:
+    check_keys(kwargs, "'kwargs'", ("lanes",))
+    value = kwargs.data.get("lanes")
+    if value is None:
+        return 1
+    if value.data == AUTO:
+        return 0
+    if isinstance(value.data, bool) or value.data not in {1, 2}:
+        value.where.fail(f"op 'fused': 'lanes' must be 1, 2 or auto, not {value.kind}")
+    return int(value.data)

@@ -42,11 +42,13 @@ POINT_WORK, THROW, STALL, DIE = 1, 0, 1, 2
 
 
 @contextmanager
-def fused(folder: Path, gpu: GpuOptions | None = None, **sets: str) -> Iterator[Loaded]:
-    """The model under the shipped rules, closed afterwards."""
+def fused(
+    folder: Path, gpu: GpuOptions | None = None, rules: str | Path = "qwen-gpu", **sets: str
+) -> Iterator[Loaded]:
+    """The model under the shipped rules or others, closed afterwards."""
     options = gpu or GpuOptions(slots=4, context=CONTEXT)
     sets = {"experts": "int8", "cache": "0", "share": "0", **sets}
-    loaded = load_model(folder, rules="qwen-gpu", overrides=sets, threads=2, gpu=options)
+    loaded = load_model(folder, rules=rules, overrides=sets, threads=2, gpu=options)
     try:
         yield loaded
     finally:
@@ -373,6 +375,50 @@ def test_a_worker_that_fails_while_a_step_is_ahead(tmp_path: Path) -> None:
             assert time.monotonic() - began < 2.0
             runner.release(slot)
             assert answered(runner, prompts, 10, ahead=True) == want
+
+
+@pytest.mark.parametrize("lanes", ["2", "auto"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen4_exp"])
+def test_halves_that_take_turns(family: str, lanes: str, tmp_path: Path) -> None:
+    """As one step, but for the order of sums; and the same tokens one after the other and ahead."""
+    save_tiny(family, tmp_path)
+    rules = tmp_path / "turns.yaml"
+    rules.write_text(
+        "extends: qwen-gpu\nrules:\n  - name: layers in turns\n    match: {class: '*DecoderLayer'}\n"
+        f"    replace: {{op: fused, device: 'cuda:0', kwargs: {{lanes: {lanes}}}}}\n"
+    )
+    options = GpuOptions(slots=4, context=CONTEXT)
+    sequences = [random_tokens(16, index) for index in range(4)]
+    with fused(tmp_path, options, cache="50%", share="0.5") as loaded:
+        runner = runner_of(loaded)
+        routing = routed(runner)
+        want, chosen = [], []
+        for tokens in sequences:
+            want.append(told(runner, tokens, 4, routing))
+            chosen.append(routing.kept())
+    with fused(tmp_path, options, rules, cache="50%", share="0.5") as loaded:
+        runner = runner_of(loaded)
+        assert lanes == "auto" or runner._steps.turns == {2, 4}
+        assert any("halves take turns" in note for note in loaded.notes) == (lanes == "auto")
+        routing = routed(runner, chosen, 4)
+        for count in (3, 4):
+            slots = [runner.claim() for _ in range(count)]
+            for sequence, (slot, tokens) in enumerate(zip(slots, sequences, strict=False)):
+                routing.prompt(sequence, 0, 4)
+                runner.prefill(slot, tokens[:4])
+            for at in range(4, 16):
+                routing.step([(sequence, at) for sequence in range(count)])
+                out = runner.step([(slot, sequences[i][at]) for i, slot in enumerate(slots)]).logits
+                assert out is not None
+                for i, row in enumerate(out.cpu()):
+                    assert float(errors(row, want[i][at - 3])) < 0.02, (count, at, i)
+            for slot in slots:
+                runner.release(slot)
+    with fused(tmp_path, options, rules, experts="f32") as loaded:
+        runner = runner_of(loaded)
+        prompts = [random_tokens(5 + i, i) for i in range(4)]
+        want_tokens = answered(runner, prompts, 20, ahead=False)
+        assert answered(runner, prompts, 20, ahead=True) == want_tokens
 
 
 def test_requests_of_a_server(tmp_path: Path) -> None:

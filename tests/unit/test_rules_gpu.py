@@ -97,6 +97,11 @@ def test_fused_layers_leave_their_parts_to_other_rules(tmp_path: Path) -> None:
     placement = place(write(tmp_path, BLOCK.replace("  - name: rest", FUSED, 1)), devices=DEVICES)
     layer = placement.by_module["model.layers.3"]
     assert (layer.op, layer.device, layer.owner) == ("fused", "cuda:0", None)
+    assert layer.options == {"lanes": 1}
+    for text, lanes in (("1", 1), ("2", 2), ("auto", 0)):
+        fused = FUSED.replace("device: cuda:0", f"device: cuda:0, kwargs: {{lanes: {text}}}", 1)
+        told = place(write(tmp_path, BLOCK.replace("  - name: rest", fused, 1)), devices=DEVICES)
+        assert told.by_module["model.layers.3"].options == {"lanes": lanes}
     assert placement.by_module["model.layers.3.mlp"].op == "moe"
     assert placement.by_module["model.layers.3.self_attn"].op == "keep"
 
@@ -105,7 +110,13 @@ def test_fused_layers_leave_their_parts_to_other_rules(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("fused, device: cuda:0", "fused", "op 'fused' runs on a GPU: write 'device: cuda:0'"),
-        ("fused, device: cuda:0", "fused, device: cuda:0, kwargs: {a: 1}", "op 'fused' takes no 'kwargs'"),
+        ("fused, device: cuda:0", "fused, device: cuda:0, kwargs: {lane: 1}", "did you mean 'lanes'?"),
+        (
+            "fused, device: cuda:0",
+            "fused, device: cuda:0, kwargs: {lanes: 3}",
+            "op 'fused': 'lanes' must be 1, 2 or auto, not 3",
+        ),
+        ("fused, device: cuda:0", "fused, device: cuda:0, experts: {}", "op 'fused' takes no 'experts'"),
         ("op: fused", "op: fuse", "unknown op 'fuse'; did you mean 'fused'?"),
     ],
 )

@@ -21,7 +21,7 @@ from hetero.engine.gpu.loading import ROWS, GpuOptions
 from hetero.engine.gpu.port import LanePort
 from hetero.engine.gpu.room import CacheWish, cache_slots, default_lengths, fill, first_slots
 from hetero.engine.gpu.runner import GpuRunner
-from hetero.engine.gpu.steps import LANES
+from hetero.engine.gpu.steps import TRACKS
 from hetero.engine.gpu.vram import Vram
 from hetero.engine.handoff import Handoff
 from hetero.hw.memory import gib
@@ -53,15 +53,23 @@ class Fusing:
     """One call of ``fuse``."""
 
     def __init__(
-        self, model: Any, sites: Sequence[Site], device: str, options: GpuOptions, say: Callable[[str], None]
+        self,
+        model: Any,
+        sites: Sequence[Site],
+        device: str,
+        options: GpuOptions,
+        say: Callable[[str], None],
+        *,
+        lanes: int,
     ) -> None:
         self.model, self.sites, self.options, self.say = model, sites, options, say
+        self.lanes = lanes  # by which halves of steps take turns; 0: where that is faster
         self.device = torch.device(device)
         self.experts = [site.experts for site in sites]
         self.text = model.config.get_text_config(decoder=True)
         self.defer = _one_of([site.defer for site in sites], "defer")
         self.wishes: list[CacheWish] = []  # of all layers; none where the GPU reads no experts
-        self.lanes: LanePort | None = None
+        self.port: LanePort | None = None
         self.rows = options.rows or tuple(n for n in ROWS if n < 2 * options.slots)
 
     def runner(self, vram: Vram | None, limit: int | None, counts: Counts | None) -> GpuRunner:
@@ -101,8 +109,9 @@ class Fusing:
             chunk=options.chunk,
             pages=pages,
             numbers=decoder.moe_numbers,
-            port=self.lanes,
-            ahead=self.lanes is not None,
+            port=self.port,
+            ahead=self.port is not None,
+            halves=self.port is not None and self.lanes != 1,
             closing=[shared.prefiller.close, *(one.arena.close for one in hybrid if one.arena is not None)],
         )
         # At the end of the process at the latest the worker ends, and memory is unpinned while CUDA is there.
@@ -110,6 +119,8 @@ class Fusing:
         runner.capture()
         if vram is not None and any(first_slots(self.wishes)):
             fill(runner, vram, self.wishes, partial(_resize, hybrid))
+        if self.port is not None and self.lanes != 1:
+            self._take_turns(runner)
         self._tell_slots(hybrid)
         for one in hybrid:
             one.cache.unlearn()  # what the capture has read
@@ -124,6 +135,15 @@ class Fusing:
                 f"{gib(vram.used)} of GPU memory are in use"
             )
         return runner
+
+    def _take_turns(self, runner: GpuRunner) -> None:
+        times = runner.take_turns(True if self.lanes == 2 else None)
+        for rows, (plain, turns) in times.items():
+            better = "take turns" if turns < plain else "do not"
+            self.say(
+                f"steps of {rows} rows take {turns * 1e3:.2f} ms if their halves take turns and "
+                f"{plain * 1e3:.2f} ms if not: they {better}"
+            )
 
     def _tell_slots(self, hybrid: Sequence[HybridExperts]) -> None:
         if self.wishes:
@@ -157,7 +177,7 @@ class Fusing:
             self.experts,
             rows=max(self.rows),
             slots=max(top_k),
-            lanes=LANES,
+            lanes=TRACKS * (1 if self.lanes == 1 else 2),
             device=self.device,
             backend=options.handoff,
             defer=self.defer > 0,
@@ -185,7 +205,7 @@ class Fusing:
             self.wishes = wishes
         port: Port
         if handoff is not None:
-            port = self.lanes = LanePort(handoff)
+            port = self.port = LanePort(handoff) if self.lanes == 1 else LanePort(handoff, (0, 1), 2)
         else:
             port = DirectPort(self.experts, max(self.rows), self.device, defer=self.defer > 0)
         hybrid = []
@@ -250,7 +270,9 @@ def fuse(
     """
     if vram is None and torch.device(device).type == "cuda":
         vram = Vram(device, options.vram)
-    return Fusing(model, find_sites(model, placement), device, options, say).runner(vram, limit, counts)
+    fused = (one.options.get("lanes", 1) for one in placement.assignments if one.op == "fused")
+    sites = find_sites(model, placement)
+    return Fusing(model, sites, device, options, say, lanes=next(fused, 1)).runner(vram, limit, counts)
 
 
 def _resize(hybrid: Sequence[HybridExperts], slots: Sequence[int]) -> None:

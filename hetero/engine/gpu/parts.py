@@ -64,8 +64,8 @@ class Decoder(Protocol):
     def inputs(self, rows: int) -> Any:
         """A ``StepInputs`` of fresh static tensors."""
 
-    def step(self, inputs: Any) -> Tensor:
-        """Logits float32 [R, V]."""
+    def step(self, inputs: Any, *, lanes: int = 1) -> Tensor:
+        """Logits float32 [R, V]; with 2 ``lanes`` two halves of the rows take turns."""
 
     @property
     def paged(self) -> Sequence[Tensor]:

@@ -12,6 +12,8 @@ dropped with its sequence.
 from __future__ import annotations
 
 import logging
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -29,7 +31,7 @@ from hetero.engine.gpu.pages import Pages
 from hetero.engine.gpu.parts import Decoder, Each, Experts, Port, Shared
 from hetero.engine.gpu.snapshots import Held, Keeping, Kept
 from hetero.engine.gpu.staging import LATER
-from hetero.engine.gpu.steps import LANES, Flight, Steps
+from hetero.engine.gpu.steps import TRACKS, Flight, Steps
 from hetero.engine.gpu.traced import CHUNK, stamped
 from hetero.engine.handoff import Handoff, HandoffError, Totals
 from hetero.trace import recorder
@@ -41,6 +43,10 @@ _WARM_PROMPT = 40
 
 LEAST_CHUNK = 64
 """Tokens of a prompt at once, below which there is no use in trying fewer."""
+
+
+_TIMED = 9
+"""Steps by which it is found out whether halves take turns; the first third is not counted."""
 
 
 class StepOut(NamedTuple):
@@ -76,8 +82,8 @@ class GpuRunner:
     host waits, one of ``graphs.WAITS``. ``chunk``: tokens of a prompt that are read at once. ``closing``: is
     called at the end. ``pages``: of keys and values, as the decoder was made with; None: all that slots need.
     ``numbers``: which of the model's layers the MoE layers are. ``port``: what experts are handed over by;
-    its hand-off has LANES lanes where steps may be launched ``ahead``. ``means``: in a GPU's place, for
-    tests.
+    its hand-off has a lane a track, TRACKS where steps may be launched ``ahead``, and twice as many with
+    ``halves``, which lets two halves of a step take turns. ``means``: in a GPU's place, for tests.
 
     One thread at a time. Call ``capture`` before the first step, once weights and options will not change any
     more.
@@ -101,15 +107,16 @@ class GpuRunner:
         numbers: Sequence[int] = (),
         port: Port | None = None,
         ahead: bool = False,
+        halves: bool = False,
         means: Means | None = None,
     ) -> None:
         self.decoder, self.experts, self.handoff = decoder, list(experts), handoff
         self.slots, self.context, self.rows = slots, context, tuple(sorted(rows))
         self.device: torch.device = decoder.inputs(self.rows[0]).tokens.device
-        lanes = LANES if ahead else 1
+        tracks = TRACKS if ahead else 1
         if means is None:
             on_gpu = self.device.type == "cuda"
-            means = CudaMeans(self.device, wait, lanes) if on_gpu else HostMeans()
+            means = CudaMeans(self.device, wait, tracks) if on_gpu else HostMeans()
         self._means = means
         self.pages = Pages(slots, context, self.device, pages)
         self.keeping = Keeping(decoder, self.pages, self.device, settings().snapshots)
@@ -123,7 +130,8 @@ class GpuRunner:
             shared=shared,
             port=port,
             eager=means.why_eager or ("asked for" if eager else ""),
-            lanes=lanes,
+            tracks=tracks,
+            halves=halves,
         )
         self._numbers = numbers
         self.chunk = chunk or settings().prefill_chunk
@@ -352,7 +360,7 @@ class GpuRunner:
             for slot in slots:
                 self.pages.grow(slot, self._length[slot] + 2)
             given = [(LATER - at, way.slots[at], self._length[way.slots[at]] + 1) for at in places]
-            flight = self._steps.begin(given, size, LANES - 1 - way.flight.lane, ahead=True)
+            flight = self._steps.begin(given, size, TRACKS - 1 - way.flight.track, ahead=True)
             return _Way(flight, slots, [])
         except HeteroError:  # of who asks for it, if it is one then
             return None
@@ -435,6 +443,40 @@ class GpuRunner:
         with torch.inference_mode(), self._means.stream():
             self._steps.capture()
 
+    def take_turns(self, turns: bool | None = None) -> dict[int, tuple[float, float]]:
+        """Let the halves of steps take turns: of all of several rows, of none, or (None) of those where a few
+        steps of random tokens are faster by it. Rows -> seconds without and with, where that was measured.
+        Captures anew; between ``capture`` and the first sequence."""
+        times: dict[int, tuple[float, float]] = {}
+        for size in self.rows:
+            if size == 1 or (turns is None and size > self.slots):
+                continue
+            with torch.inference_mode(), self._means.stream():
+                if turns is not None:
+                    self._steps.capture_turns(size, turns)
+                    continue
+            plain = self._seconds(size)
+            with torch.inference_mode(), self._means.stream():
+                self._steps.capture_turns(size, True)
+            times[size] = plain, self._seconds(size)
+            if times[size][1] >= plain:
+                with torch.inference_mode(), self._means.stream():
+                    self._steps.capture_turns(size, False)
+        return times
+
+    def _seconds(self, size: int) -> float:
+        """Of a step of so many sequences, the median of a few."""
+        slots = [self.claim() for _ in range(size)]
+        seconds = []
+        for _ in range(_TIMED):
+            tokens = torch.randint(self.decoder.vocabulary, (size,)).tolist()
+            began = time.perf_counter()
+            self.step(list(zip(slots, tokens, strict=True)), logits=False)
+            seconds.append(time.perf_counter() - began)
+        for slot in slots:
+            self.release(slot)
+        return statistics.median(seconds[_TIMED // 3 :])
+
     @property
     def launches(self) -> dict[int, int]:
         """Rows -> nodes of the graph that a replay runs; empty without graphs."""
@@ -448,7 +490,7 @@ class GpuRunner:
     @property
     def totals(self) -> Totals | None:
         """Of the hand-off in the last step."""
-        return None if self.handoff is None else self.handoff.totals(self._steps.last)
+        return self._steps.totals
 
     def reads(self) -> dict[str, tuple[int, int]]:
         """(experts, bytes of them) of decode steps so far: found in GPU memory ("gpu"), read over the bus by

@@ -1,6 +1,6 @@
 """Steps of a decoder on their way: what they are launched with, by which graph, and how they end.
 
-A step runs on one of two lanes, each with buffers, a place in the hand-off and graphs of its own, so that one
+A step runs on one of two tracks, each with buffers, lanes of the hand-off and graphs of its own, so that one
 may be launched while the other is still running. Where n-gram embeddings come from the host, a graph waits at
 a gate for them: they are gathered while the device is at the layers before.
 """
@@ -8,7 +8,7 @@ a gate for them: they are gathered while the device is at the layers before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hetero.core import HeteroError, MachineError
+from hetero.decode.inputs import half_of
 from hetero.engine.gpu.gate import Gate
 from hetero.engine.gpu.graphs import CaptureError, Graph, Means
 from hetero.engine.gpu.parts import Decoder, Experts, Port, Shared
 from hetero.engine.gpu.staging import Results, Staging
 from hetero.engine.gpu.traced import Tracing, stamped
-from hetero.engine.handoff import Handoff, HandoffError
+from hetero.engine.handoff import Handoff, HandoffError, Totals
 from hetero.trace import recorder
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hetero.engine")
 
-LANES = 2
+TRACKS = 2
 
 _WARM_UPS = 2
 """Steps before the capture: Triton compiles in the first, what the second still makes is made for good."""
@@ -41,9 +42,10 @@ class Flight:
     """A step on its way. ``out``: its logits [size, V] once it has ended, until another one runs."""
 
     size: int
-    lane: int
+    track: int
     count: int  # rows that count
     graph: Graph | None
+    lanes: tuple[int, ...] = ()  # of the hand-off
     out: Tensor | None = None
 
     @property
@@ -53,8 +55,12 @@ class Flight:
 
 
 class Steps:
-    """``pages``: the table of pages on the device. ``port``: what experts are handed over by. ``lanes``: 1:
-    no step is ever launched before the last one has ended."""
+    """``pages``: the table of pages on the device. ``port``: what experts are handed over by. ``tracks``: 1:
+    no step is ever launched before the last one has ended. ``halves``: whether steps may consist of two that
+    take turns, by a hand-off of two lanes a track.
+
+    Attributes: ``turns``: the numbers of rows whose steps do, from their next capture on; traced ones never.
+    """
 
     def __init__(
         self,
@@ -68,35 +74,38 @@ class Steps:
         shared: Shared | None,
         port: Port | None,
         eager: str,
-        lanes: int,
+        tracks: int,
+        halves: bool = False,
     ) -> None:
         self.decoder, self.experts, self.handoff = decoder, experts, handoff
         self.rows, self.why_eager = rows, eager
-        self.lanes = range(lanes)
+        self.tracks = range(tracks)
+        self._each = 2 if halves else 1  # lanes of a track
+        self.turns: set[int] = set()
         self._means, self._shared, self._port = means, shared, port
         inputs = {n: decoder.inputs(n) for n in rows}
         device = inputs[rows[0]].tokens.device
-        self._results = [Results(rows[-1], device) for _ in self.lanes]
+        self._results = [Results(rows[-1], device) for _ in self.tracks]
         late = inputs[rows[0]].ple is not None and not eager
-        self._gate: Gate | None = means.gate(handoff, lanes) if late else None
+        self._gate: Gate | None = means.gate(handoff, tracks) if late else None
         self._gated = False  # whether what is recorded now waits at the gate
         self._closed: set[int] = set()  # gates before which a step is, or will be
         self._staging = {
-            (n, lane): Staging(
+            (n, track): Staging(
                 one,
                 n,
                 pages,
-                # With one lane nothing comes from a step before.
-                found=self._results[1 - lane].found if lanes > 1 else None,
-                arrive=partial(self._arrive, lane),
+                # With one track nothing comes from a step before.
+                found=self._results[1 - track].found if tracks > 1 else None,
+                arrive=partial(self._arrive, track),
             )
             for n, one in inputs.items()
-            for lane in self.lanes
+            for track in self.tracks
         }
         self.graphs: dict[tuple[int, int], Graph] = {}
         self._pool: Any = None  # of the graphs' memory
         self.tracing = Tracing(device)
-        self.last = 0  # lane of the step that ended last
+        self._last: tuple[int, ...] = (0,)  # lanes of the step that ended last
 
     @property
     def eager(self) -> bool:
@@ -104,13 +113,13 @@ class Steps:
 
     def launches(self) -> dict[int, Graph]:
         """Rows -> one of their graphs."""
-        return {size: graph for (size, lane), graph in self.graphs.items() if lane == 0}
+        return {size: graph for (size, track), graph in self.graphs.items() if track == 0}
 
     def fits_ahead(self, size: int) -> bool:
         """Whether steps of so many rows may be launched before the last one has ended."""
         return (
             not recorder.active
-            and all((size, lane) in self.graphs for lane in range(LANES))
+            and all((size, track) in self.graphs for track in range(TRACKS))
             and (self._gate is not None or self._staging[size, 0].ple is None)
         )
 
@@ -121,19 +130,31 @@ class Steps:
         were made before. Where an operator cannot be captured, one warning names it and steps run eagerly."""
         self.tracing.close()
         self.graphs.clear()  # before others are made beside them
-        for size in reversed(self.rows):
+        self._pool = None
+        self._capture(self.rows)
+
+    def capture_turns(self, size: int, turns: bool) -> None:
+        """Make the graphs of a number of rows anew, with halves that take turns or without."""
+        (self.turns.add if turns else self.turns.discard)(size)
+        for track in self.tracks:
+            self.graphs.pop((size, track), None)
+        self._capture([size])
+
+    def _capture(self, rows: Sequence[int]) -> None:
+        for size in reversed(rows):
             self._staging[size, 0].idle()
             for _ in range(_WARM_UPS):
                 self._whole(size, size, None, None)
         if self.eager:
             return
         self._means.synchronize()
-        self._pool = self._means.pool()
+        if self._pool is None:
+            self._pool = self._means.pool()
         # The largest first, so that the others find memory that it has taken.
-        for size in reversed(self.rows):
-            for lane in self.lanes:
+        for size in reversed(rows):
+            for track in self.tracks:
                 try:
-                    self.graphs[size, lane] = self._captured(size, lane, None, self._gate is not None)
+                    self.graphs[size, track] = self._captured(size, track, None, self._gate is not None)
                 except CaptureError as error:
                     self._give_up(error)
                     return
@@ -150,7 +171,7 @@ class Steps:
     def _forget(self) -> None:
         """What a capture that failed has left half recorded."""
         if self.handoff is not None:
-            for lane in self.lanes:
+            for lane in range(self._each * len(self.tracks)):
                 self.handoff.forget(lane)
         if self._port is not None:
             self._port.forget()
@@ -164,26 +185,47 @@ class Steps:
         self.graphs.clear()
         self.tracing.close()
 
-    def _captured(self, size: int, lane: int, tape: Tape | None, gated: bool) -> Graph:
-        return self._means.graph(partial(self._record, size, lane, tape, gated), self._pool)
+    def _captured(self, size: int, track: int, tape: Tape | None, gated: bool) -> Graph:
+        return self._means.graph(partial(self._record, size, track, tape, gated), self._pool)
 
-    def _record(self, size: int, lane: int, tape: Tape | None, gated: bool) -> Tensor:
-        staging = self._staging[size, lane]
+    def _record(self, size: int, track: int, tape: Tape | None, gated: bool) -> Tensor:
+        staging = self._staging[size, track]
         self._gated = gated
         if self._port is not None:
-            self._port.use(lane)
+            self._port.use(track)
         with stamped(tape):
             staging.send()
-            out = self.decoder.step(staging.inputs)
+            if self._takes_turns(size, tape):
+                out = self.decoder.step(staging.inputs, lanes=2)
+            else:
+                out = self.decoder.step(staging.inputs)
             if self._shared is not None:
                 self._shared.join()
-            self._results[lane].take(out)
+            self._results[track].take(out)
         return out
 
-    def _arrive(self, lane: int) -> None:
+    def _takes_turns(self, size: int, tape: Tape | None) -> bool:
+        return size in self.turns and tape is None
+
+    def _lanes(self, size: int, track: int, count: int, tape: Tape | None = None) -> dict[int, int]:
+        """Lanes of the hand-off that a step takes, and the rows that count on each."""
+        first, half = track * self._each, half_of(size)
+        if not self._takes_turns(size, tape) or half == size:
+            return {first: count}
+        return {first: min(count, half), first + 1: max(1, count - half)}
+
+    @property
+    def totals(self) -> Totals | None:
+        """Of the hand-off in the last step, over its lanes."""
+        if self.handoff is None:
+            return None
+        each = [self.handoff.totals(lane) for lane in self._last]
+        return Totals(*(sum(column) for column in zip(*each, strict=True)))
+
+    def _arrive(self, track: int) -> None:
         if self._gated:
             assert self._gate is not None
-            self._gate.record(lane)
+            self._gate.record(track)
 
     # -- steps
 
@@ -191,33 +233,31 @@ class Steps:
         self,
         rows: list[tuple[int, int, int]],
         size: int,
-        lane: int = 0,
+        track: int = 0,
         gather: Callable[[Tensor], None] | None = None,
         *,
         ahead: bool = False,
     ) -> Flight:
         """Launch a step of (token, slot, position), ``size`` of the graphs'. ``ahead``: beside one on the
-        other lane which may still be running, where ``fits_ahead``: a token of ``LATER - n`` is what row n of
-        that will have said.
+        other track which may still be running, where ``fits_ahead``: a token of ``LATER - n`` is what row n
+        of that will have said.
 
         ``gather`` fills n-gram embeddings [n, D] of these rows, after the launch where the graph waits for
         them; without it the caller does so by ``feed``. Raises HandoffError where nobody serves the experts,
         and what ``gather`` raises; nothing is on its way then."""
         count = len(rows)
-        self._staging[size, lane].fill(rows)
-        graph = self.graphs.get((size, lane))
+        self._staging[size, track].fill(rows)
+        graph = self.graphs.get((size, track))
         if graph is None or (recorder.active and not ahead):
             return self._at_once(size, count, gather)
-        if self.handoff is not None:
-            self.handoff.begin(lane, count)
-        flight = Flight(size, lane, count, graph)
+        flight = Flight(size, track, count, graph, self._begun(self._lanes(size, track, count)))
         try:
             if self._gate is None:
                 self._fill(flight, gather)
             else:
-                self._closed.add(lane)
+                self._closed.add(track)
             graph.replay()
-            self._means.mark(lane)
+            self._means.mark(track)
             if gather is not None:
                 self.feed(flight, gather)
         except BaseException:
@@ -227,64 +267,87 @@ class Steps:
 
     def feed(self, flight: Flight, gather: Callable[[Tensor], None]) -> None:
         """Bring the n-gram embeddings for which a step waits, if it does."""
-        if flight.lane in self._closed:
+        if flight.track in self._closed:
             self._fill(flight, gather)
-            self._open(flight.lane)
+            self._open(flight.track)
 
     def end(self, flight: Flight) -> tuple[list[int], list[float]]:
         """Wait for a step: of each row the most likely token and its logit. Raises HandoffError where the CPU
         side failed."""
         if flight.graph is not None:
-            assert flight.lane not in self._closed, "it waits for its n-gram embeddings"
+            assert flight.track not in self._closed, "it waits for its n-gram embeddings"
             try:
-                self._means.wait(flight.size, flight.lane)
+                self._means.wait(flight.size, flight.track)
             except BaseException:
                 self._cut(flight)
                 raise
-            late = self._gate is not None and self._gate.failed(flight.lane)
-            if self.handoff is not None:
-                self.handoff.end(flight.lane)
+            late = self._gate is not None and self._gate.failed(flight.track)
+            self._ended(flight.lanes)
             if late:
                 raise HandoffError("the step went on without its n-gram embeddings")
             flight.out = flight.graph.out
-        self.last = flight.lane
-        return self._results[flight.lane].read(flight.count)
+        self._last = flight.lanes
+        return self._results[flight.track].read(flight.count)
 
     def drop(self, flight: Flight) -> None:
         """Wait for a step whose outcome nobody wants any more."""
-        if flight.lane in self._closed:
-            self._open(flight.lane)
+        if flight.track in self._closed:
+            self._open(flight.track)
         with suppress(HandoffError):
             self.end(flight)
 
     def open_all(self) -> None:
         """No step is left waiting for the host."""
-        for lane in list(self._closed):
-            self._open(lane)
+        for track in list(self._closed):
+            self._open(track)
 
-    def _open(self, lane: int) -> None:
+    def _open(self, track: int) -> None:
         assert self._gate is not None
-        self._closed.discard(lane)
-        self._gate.open(lane)
+        self._closed.discard(track)
+        self._gate.open(track)
 
     def _fill(self, flight: Flight, gather: Callable[[Tensor], None] | None) -> None:
-        ple = self._staging[flight.size, flight.lane].ple
+        ple = self._staging[flight.size, flight.track].ple
         if ple is not None and gather is not None:
             gather(ple[: flight.count])
 
     def _cut(self, flight: Flight) -> None:
         """Something kept the host from launching a step or from waiting for it."""
         self.open_all()
-        if self.handoff is not None:
-            self.handoff.end(flight.lane, abort=True)
+        self._ended(flight.lanes, abort=True)
         # What the device says is of the same error; buffers are free once it is idle.
         with suppress(RuntimeError, HeteroError):
             self._means.synchronize()
 
+    def _begun(self, rows: Mapping[int, int]) -> tuple[int, ...]:
+        """Lanes whose step begins: all of them, or none."""
+        begun: list[int] = []
+        try:
+            for lane, count in rows.items():
+                if self.handoff is not None:
+                    self.handoff.begin(lane, count)
+                begun.append(lane)
+        except BaseException:
+            self._ended(begun, abort=True)
+            raise
+        return tuple(begun)
+
+    def _ended(self, lanes: Sequence[int], *, abort: bool = False) -> None:
+        """Raises the first lane's error, once all of them have ended."""
+        errors: list[HandoffError] = []
+        for lane in lanes:
+            try:
+                if self.handoff is not None:
+                    self.handoff.end(lane, abort=abort)
+            except HandoffError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
     def _at_once(self, size: int, count: int, gather: Callable[[Tensor], None] | None) -> Flight:
         """Without a graph, or by one that is traced: a step that has ended when this returns."""
-        flight = Flight(size, 0, count, None)
         graph, tape = self._traced(size)
+        flight = Flight(size, 0, count, None, tuple(self._lanes(size, 0, count, tape)))
         with self.tracing.step(tape, count):
             self._fill(flight, gather)
             flight.out = self._whole(size, count, graph, tape)
@@ -304,7 +367,8 @@ class Steps:
 
     def _whole(self, size: int, count: int, graph: Graph | None, tape: Tape | None) -> Tensor:
         """Logits [size, V] of a step whose first ``count`` rows count, once it is through."""
-        with nullcontext() if self.handoff is None else self.handoff.step({0: count}):
+        lanes = self._lanes(size, 0, count, tape)
+        with nullcontext() if self.handoff is None else self.handoff.step(lanes):
             if graph is None:
                 try:
                     with nullcontext() if tape is None else tape.recording():
