@@ -27,6 +27,7 @@ from hetero.core import ExpertSpec
 from hetero.formats import BLOCK_ROWS, Format, packed_bytes, parse_format
 from hetero.hw.cpu import identity
 from hetero.ops.gpu import attention, delta, fused, indexer, launch, mix, overlap, route
+from hetero.ops.gpu.codings import BY_UNITS, CODINGS, UNIT
 from hetero.ops.gpu.tuning import Cut
 
 CACHE = 150 << 20  # bytes of weights that take turns: three times the L2 of an H200
@@ -55,8 +56,8 @@ def random_matrix(fmt: Format, n: int, k: int) -> fused.PackedMatrix:
     size = packed_bytes(fmt, n, k)
     packed = torch.randint(256, (size,), dtype=torch.uint8, device=DEVICE)
     m = fused.PackedMatrix(packed, fmt, n, k)
-    blocks = packed.view(-1, m.sizes["BLOCK_BYTES"])
-    blocks[:, m.sizes["SCALES_AT"] :].view(torch.float16).fill_(2.0**-10)
+    scales = packed.view(-1, m.sizes["BLOCK_BYTES"])[:, m.sizes["SCALES_AT"] :]
+    scales.view(torch.float32 if fmt.name == "fp8" else torch.float16).fill_(2.0**-10)
     return m
 
 
@@ -209,9 +210,14 @@ def experts_case(s: Setting, rows: int, fmt: Format) -> Case:
         at = torch.arange(rows * top, device=DEVICE).view(rows, top) * size + memory.data_ptr()
         return lambda: made.few(memory, x, at, weights)
 
-    cuts = [("up", Cut(2, 5)), ("up", Cut(4, 3)), ("up", Cut(8, 3))]
-    cuts += [("down", Cut(w, t)) for w, t in ((8, 2), (8, 3), (8, 7), (4, 4), (4, 7))]
+    if CODINGS[fmt.name].unit == UNIT:  # each tile has as much as two of the others or more
+        ups, downs = ((2, 2), (2, 3), (4, 1), (4, 3), (8, 1)), ((4, 2), (4, 3), (8, 1), (8, 2), (8, 3))
+    else:
+        ups, downs = ((2, 5), (4, 3), (8, 3)), ((8, 2), (8, 3), (8, 7), (4, 4), (4, 7))  # type: ignore[assignment]
+    cuts = [("up", Cut(*cut)) for cut in ups] + [("down", Cut(*cut)) for cut in downs]
     sweep: list[Setting] = [{f"launch.cut_{which}": partial(always, cut)} for which, cut in cuts]
+    if fmt.name in BY_UNITS:
+        sweep.append({"launch.INTEGERS_BY_UNITS": True})
     return Case(
         f"experts {fmt} {top} of {spec.hidden}x{spec.intermediate} rows {rows}",
         rows * top * size,
@@ -243,9 +249,14 @@ def small_cases(s: Setting, rows: int, fmt: Format) -> list[Case]:
     ]
 
 
-def cases(s: Setting, rows: int, context: int, current: Setting) -> Iterator[Case]:
+FORMATS = "int4,int8,mxfp4,nvfp4,fp8,int4z g128,q4_k,q6_k,q3_k,iq4_xs"
+"""Of experts in a sweep: those of most checkpoints, and all kinds of decoding."""
+
+
+def cases(s: Setting, rows: int, context: int, current: Setting, formats: str = "int4") -> Iterator[Case]:
+    """``formats``: of experts."""
     hidden, shared = s["hidden_size"], s["shared_expert_intermediate_size"]
-    int8, int4, bf16 = parse_format("int8"), parse_format("int4"), parse_format("bf16")
+    int8, int4, bf16, fp8 = map(parse_format, ("int8", "int4", "bf16", "fp8"))
     qk, v = (s[f"linear_num_{of}_heads"] * s[f"linear_{of}_head_dim"] for of in ("key", "value"))
     into, heads = 2 * qk + 2 * v + 2 * s["linear_num_value_heads"], s["num_attention_heads"] * s["head_dim"]
     out = dict.fromkeys([(into, hidden), (hidden, v), (hidden, heads)])
@@ -253,6 +264,7 @@ def cases(s: Setting, rows: int, context: int, current: Setting) -> Iterator[Cas
         yield project_case(int8, n, k, rows, current)
     yield project_case(int8, s["vocab_size"], hidden, rows, current)
     yield project_case(int4, hidden, v, rows, current)
+    yield project_case(fp8, hidden, v, rows, current)
     for n, k in ((s["num_experts"], hidden), (into, hidden), (hidden, v)):
         yield project_case(bf16, n, k, rows, current)
     if "hc_count" in s:
@@ -262,7 +274,8 @@ def cases(s: Setting, rows: int, context: int, current: Setting) -> Iterator[Cas
     if "indexer_budget" in s:
         for length in dict.fromkeys((context, 8192, 131072)):
             yield indexed_case(s, rows, length, int8)
-    yield experts_case(s, rows, int4)
+    for fmt in map(parse_format, formats.split(",")):
+        yield experts_case(s, rows, fmt)
     yield from small_cases(s, rows, int8)
 
 
@@ -322,6 +335,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3.8-flash-next-125b", help="a name in hetero/data/shapes")
     parser.add_argument("--rows", default="1", help="of a step, by commas")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--formats", help="of experts, by commas; of a sweep ten, else int4")
     parser.add_argument("--only", default="", help="kernels whose names begin with one of these, by commas")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--overlap", action="store_true", help="let a kernel begin before the last one ends")
@@ -337,7 +351,8 @@ def main() -> None:
     results: list[Setting] = []
     current: Setting = {}
     for rows in map(int, options.rows.split(",")):
-        for case in cases(sizes, rows, options.context, current):
+        formats = options.formats or (FORMATS if options.sweep else "int4")
+        for case in cases(sizes, rows, options.context, current, formats):
             if not case.name.startswith(tuple(options.only.split(","))):
                 continue
             copies = min(max(-(-CACHE // max(case.nbytes, 1)), 1), CALLS) if case.nbytes else 1

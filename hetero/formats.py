@@ -163,7 +163,7 @@ class Format:
 GPU_FORMATS = tuple(name for name in _KINDS if name != "f32")
 """Names of the formats that the kernels for experts on a GPU read."""
 
-GPU_LINEAR_FORMATS = ("bf16", "int8", "int4")
+GPU_LINEAR_FORMATS = ("bf16", "int8", "int4", "fp8")
 """Names of the formats that the kernels for linear layers on a GPU read."""
 
 

@@ -79,8 +79,9 @@ class Projection:
         """The outputs [R, size] of up to 16 rows in ``dtype``, views of one tensor for each format."""
         outputs: list[Tensor] = []
         for matrix, sizes in zip(self.matrices, self._sizes, strict=True):
-            same = matrix.format.quantised == self.format.quantised and (
-                not matrix.format.quantised or matrix.sizes["K"] == x.rows.q.shape[1]
+            codes = matrix.format.rounds_activations
+            same = codes == self.format.rounds_activations and (
+                not codes or matrix.sizes["K"] == x.rows.q.shape[1]
             )
             rows = x.rows if same else plain_rows(matrix.format, x.x)
             outputs += _split(project(rows, matrix, dtype), sizes)

@@ -7,13 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hetero.formats import BLOCK_ROWS
+from hetero.formats import BLOCK_ROWS, Format
 from hetero.ops.gpu.fused import PackedMatrix
+from hetero.quant.pack import dequantise
 
 
 def gathered(matrices: Sequence[PackedMatrix], orders: Sequence[Tensor | None]) -> PackedMatrix:
     """One matrix of the rows of several of one format and k, of each those that its order names (None: all);
-    in a quantised format padded with zeros to whole blocks."""
+    in a quantised format padded with zeros to whole blocks.
+
+    Blocks of fp8 cannot be taken apart, since their rows share scales: where the order does, the matrix is in
+    f32.
+    """
     first = matrices[0]
     device = first.packed.device
     rows = [
@@ -21,19 +26,48 @@ def gathered(matrices: Sequence[PackedMatrix], orders: Sequence[Tensor | None]) 
         for matrix, order in zip(matrices, orders, strict=True)
     ]
     count = sum(len(order) for order in rows)
+    if first.format.name == "fp8":
+        return _of_fp8(matrices, rows)
     padding = -count % BLOCK_ROWS if first.format.quantised else 0
     if first.format.quantised:
         packed = _blocks(matrices, rows, padding)
     else:
         packed = torch.cat([matrix.packed[order] for matrix, order in zip(matrices, rows, strict=True)])
-    bias = None
-    if any(matrix.bias is not None for matrix in matrices):
-        biases = [
-            torch.zeros(len(order), device=device) if matrix.bias is None else matrix.bias[order]
-            for matrix, order in zip(matrices, rows, strict=True)
-        ]
-        bias = torch.cat([*biases, torch.zeros(padding, device=device)])
-    return PackedMatrix(packed, first.format, count + padding, first.k, bias)
+    return PackedMatrix(packed, first.format, count + padding, first.k, _bias(matrices, rows, padding))
+
+
+def _bias(matrices: Sequence[PackedMatrix], rows: Sequence[Tensor], padding: int) -> Tensor | None:
+    if all(matrix.bias is None for matrix in matrices):
+        return None
+    biases = [
+        torch.zeros(len(order), device=order.device) if matrix.bias is None else matrix.bias[order]
+        for matrix, order in zip(matrices, rows, strict=True)
+    ]
+    return torch.cat([*biases, biases[0].new_zeros(padding)])
+
+
+def _of_fp8(matrices: Sequence[PackedMatrix], rows: Sequence[Tensor]) -> PackedMatrix:
+    first, count = matrices[0], sum(len(order) for order in rows)
+    within = torch.arange(BLOCK_ROWS, device=rows[0].device)
+    if all(len(order) % BLOCK_ROWS == 0 for order in rows):
+        begins = [order[::BLOCK_ROWS] for order in rows]
+        if all(
+            bool((begin % BLOCK_ROWS == 0).all())
+            and torch.equal(order.view(-1, BLOCK_ROWS), begin[:, None] + within)
+            for order, begin in zip(rows, begins, strict=True)
+        ):
+            size = first.sizes["BLOCK_BYTES"]
+            blocks = [
+                matrix.packed.view(-1, size)[begin // BLOCK_ROWS]
+                for matrix, begin in zip(matrices, begins, strict=True)
+            ]
+            packed = torch.cat(blocks).flatten()
+            return PackedMatrix(packed, first.format, count, first.k, _bias(matrices, rows, 0))
+    values = [
+        dequantise(matrix.format, matrix.packed.cpu(), matrix.n, matrix.k).to(order.device)[order]
+        for matrix, order in zip(matrices, rows, strict=True)
+    ]
+    return PackedMatrix(torch.cat(values), Format("f32"), count, first.k, _bias(matrices, rows, 0))
 
 
 def _blocks(matrices: Sequence[PackedMatrix], rows: Sequence[Tensor], padding: int) -> Tensor:

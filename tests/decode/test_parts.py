@@ -42,7 +42,9 @@ def linear(n: int, k: int, fmt: str, generator: torch.Generator) -> tuple[nn.Mod
     return packed, torch.cat([weight, bias[:, None]], 1)
 
 
-@pytest.mark.parametrize("formats", ["f32 f32", "bf16 bf16", "int8 int8", "int4 g64 int4 g64", "int8 f32"])
+@pytest.mark.parametrize(
+    "formats", ["f32 f32", "bf16 bf16", "int8 int8", "int4 g64 int4 g64", "int8 f32", "fp8 fp8", "fp8 int8"]
+)
 def test_layers_of_one_input(formats: str, generator: torch.Generator) -> None:
     """Two layers, the rows of one in another order, neither of whole blocks."""
     half = len(formats) // 2

@@ -147,8 +147,10 @@ def test_refusals(generator: torch.Generator) -> None:
     linear = nn.Linear(64, 24)
     with pytest.raises(InputError, match="LayerNorm is no linear layer"):
         PackedMatrix.from_linear(nn.LayerNorm(4))
-    with pytest.raises(InputError, match="format fp8 is not read on a GPU; valid: f32, bf16, int8, int4"):
-        PackedMatrix.from_linear(linear, parse_format("fp8"))
+    with pytest.raises(
+        InputError, match="format mxfp4 is not read on a GPU; valid: f32, bf16, int8, int4, fp8"
+    ):
+        PackedMatrix.from_linear(linear, parse_format("mxfp4"))
     part = PackedMatrix.from_linear(linear.to(DEVICE), INT8)
     with pytest.raises(ValueError, match=r"parts of \[24, 24\] outputs"):
         PackedMatrix.concat([part, part])

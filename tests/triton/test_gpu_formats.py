@@ -10,10 +10,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 from hetero.core import Activation, ActKind, ExpertSpec
 from hetero.cpu import CpuExperts
 from hetero.formats import GPU_FORMATS, Format, parse_format
-from hetero.ops.gpu import expert_kernels, linear_kernels
+from hetero.ops.gpu import expert_kernels, launch, linear_kernels
 from hetero.ops.gpu.codings import CODINGS
 from hetero.ops.gpu.experts import GpuExperts
-from hetero.ops.gpu.launch import ExpertLaunch, _cut
+from hetero.ops.gpu.launch import ExpertLaunch, _cut, _reading
 from hetero.ops.gpu.packed import capability, matrix_sizes
 from hetero.ops.gpu.tuning import cut_up
 from hetero.quant.pack import dequantise
@@ -36,15 +36,15 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def one_matrix(fmt: Format, packed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """float32 [1, N] of a row [1, K], by the kernel of experts."""
-    launch = ExpertLaunch(ExpertSpec(1, K, N, 1), fmt, torch.device(DEVICE))
-    memory, rows = packed.to(DEVICE), launch.rows(x.to(DEVICE))
+    made = ExpertLaunch(ExpertSpec(1, K, N, 1), fmt, torch.device(DEVICE))
+    memory, rows = packed.to(DEVICE), made.rows(x.to(DEVICE))
     out = torch.full((1, N), float("nan"), device=DEVICE)
-    unit = CODINGS[fmt.name].unit
+    code, unit = _reading(fmt)
     expert_kernels.gate_up[(-(-N // 16), 1)](
         memory, *rows, torch.tensor([memory.data_ptr()], device=DEVICE), out, 1,
-        *(1.0, *4 * [float("inf")]), **matrix_sizes(fmt, N, K),
+        *(1.0, *4 * [float("inf")]), **matrix_sizes(fmt, N, K) | code,
         BIAS_AT=0, KIND=5, HAS_GATE=False, HAS_BIAS=False, ASM=capability(memory.device), NEAR=False,
-        **_cut(cut_up(launch.up["K"], fmt.code_bits, unit), unit),
+        **_cut(cut_up(made.up["K"], fmt.code_bits, unit), unit),
     )  # fmt: skip
     return out.cpu()
 
@@ -60,6 +60,16 @@ def test_one_matrix_equals_the_cpu(name: str, generator: torch.Generator) -> Non
     wanted = torch.from_numpy(matrix.run("scalar", GEMV, x.numpy())[:, :N])
     assert relative(got, wanted) < EXACT
     assert relative(got, torch.from_numpy(matrix.evaluate(x.numpy()))) < EXACT
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_integers_by_units(name: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt = parse_format(name)
+    matrix = Matrix.gaussian(fmt, N, K, generator)
+    x = torch.randn(1, K, generator=generator)
+    monkeypatch.setattr(launch, "INTEGERS_BY_UNITS", True)
+    got = one_matrix(fmt, torch.from_numpy(matrix.packed), x)
+    assert relative(got, torch.from_numpy(matrix.run("scalar", GEMV, x.numpy())[:, :N])) < EXACT
 
 
 @pytest.mark.parametrize("name", [name for name in GPU_FORMATS if name != "bf16"])
@@ -109,10 +119,10 @@ def both(spec: ExpertSpec, up: str, down: str, generator: torch.Generator) -> tu
 
 
 MIXED = [
-    ("q4_k", "q6_k", ExpertSpec(2, 48, 200, 2)),
+    ("q4_k", "q6_k", ExpertSpec(2, 40, 200, 1)),
     ("mxfp4", "mxfp4", ExpertSpec(2, 96, 48, 1, OAI, has_bias=True)),
     ("fp8", "int4", ExpertSpec(2, 40, 192, 1)),
-    ("int4z g64", "fp8_row", ExpertSpec(2, 72, 40, 1, has_gate=False)),
+    ("int4z g64", "fp8_row", ExpertSpec(2, 72, 40, 2, has_gate=False)),
 ]
 
 

@@ -9,7 +9,9 @@ from torch import nn
 pytest.importorskip("triton", reason="triton is not installed")
 
 from hetero.core import InputError
+from hetero.decode.rows import gathered
 from hetero.formats import parse_format
+from hetero.ops.gpu.fused import PackedMatrix, plain_rows, project
 from hetero.ops.gpu.linear import PackedLinear
 from hetero.quant.pack import dequantise, quantise
 
@@ -18,7 +20,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4 g64"])
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4 g64", "fp8"])
 def test_against_float64(fmt: str, bias: bool, generator: torch.Generator) -> None:
     linear = nn.Linear(72, 40, bias=bias)
     with torch.no_grad():
@@ -30,14 +32,45 @@ def test_against_float64(fmt: str, bias: bool, generator: torch.Generator) -> No
     ours = PackedLinear.from_module(linear, name="head", config=None, device=DEVICE, options={"format": fmt})
     ours.after_load()  # type: ignore[operator]
     assert not list(ours.parameters())
-    # Few rows round activations to 8 bits in groups of 32, but in bf16; many round them to bf16.
-    for rows, limit in ((1, 0.02 if format_.quantised else 1e-6), (20, 6e-3)):
+    # Few rows round activations to 8 bits in groups of 32, but for bf16 and fp8; many round them to bf16.
+    for rows, limit in ((1, 0.02 if format_.rounds_activations else 1e-6), (20, 6e-3)):
         x = torch.randn(2, rows, 72, generator=generator)
         with torch.no_grad():
             got = ours(x.to(DEVICE)).double().cpu()
         wanted = x.double() @ weight.T + add
         assert got.shape == wanted.shape
         assert float((got - wanted).norm() / wanted.norm()) < limit, rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_fp8_weights_are_values(dtype: torch.dtype, generator: torch.Generator) -> None:
+    """More inputs than two scales have, and rows that are slices; several of bf16 by tensor cores."""
+    n, k, fmt = 40, 296, parse_format("fp8")
+    packed = quantise(fmt, torch.randn(n, k, generator=generator))
+    bias = torch.randn(n, generator=generator)
+    matrix = PackedMatrix(packed.to(DEVICE), fmt, n, k, bias.to(DEVICE))
+    for rows in (1, 10) if dtype == torch.bfloat16 else (1, 3):
+        x = torch.randn(rows, k + 3, generator=generator).to(dtype)[:, 3:]
+        wanted = x.double() @ dequantise(fmt, packed, n, k).double().T + bias.double()
+        got = project(plain_rows(fmt, x.to(DEVICE)), matrix, torch.float32).cpu().double()
+        assert float((got - wanted).norm() / wanted.norm()) < 1e-6, rows
+    with pytest.raises(ValueError, match=r"rows .* for a matrix of 296 inputs in fp8"):
+        project(plain_rows(parse_format("int8"), x.to(DEVICE)), matrix)
+
+
+def test_blocks_of_fp8_stay_whole_or_become_floats(generator: torch.Generator) -> None:
+    fmt, k = parse_format("fp8"), 136
+    weights = [torch.randn(n, k, generator=generator) * scale for n, scale in ((160, 1.0), (32, 9.0))]
+    packed = [quantise(fmt, weight) for weight in weights]
+    matrices = [PackedMatrix(p.to(DEVICE), fmt, len(w), k) for p, w in zip(packed, weights, strict=True)]
+    known = [dequantise(fmt, p, len(w), k) for p, w in zip(packed, weights, strict=True)]
+    whole = torch.cat([torch.arange(128, 160), torch.arange(16, 48)])
+    for order, name in ((whole, "fp8"), (whole + 8 * (whole < 100), "f32")):
+        made = gathered(matrices, [order, None])
+        assert (made.format.name, made.n) == (name, 96)
+        raw = made.packed.cpu()
+        values = raw if name == "f32" else dequantise(fmt, raw, made.n, k)
+        assert torch.equal(values, torch.cat([known[0][order], known[1]]))
 
 
 def test_refuses_what_is_no_linear_layer() -> None:

@@ -181,8 +181,9 @@ MISTAKES = {
     ),
     "linear layers in a format of the CPU": (
         "{op: keep}",
-        "{op: linear, device: cuda:0, kwargs: {format: fp8}}",
-        "7: rule 2 'rest': linear layers on 'cuda:0': no kernels for fp8; it is one of bf16, int8, int4",
+        "{op: linear, device: cuda:0, kwargs: {format: mxfp4}}",
+        "7: rule 2 'rest': linear layers on 'cuda:0': no kernels for mxfp4; it is one of bf16, int8, int4, "
+        "fp8",
     ),
     "experts on a GPU, block elsewhere": (
         "{format: int4}",

@@ -111,7 +111,7 @@ def joined_rows(
     sums, tops, totals = parts
     rows, heads, count, dim = sums.shape
     # Where a head does not end with a group its rows are quantised in another kernel.
-    whole = fmt.quantised and dim % ACT_GROUP == 0
+    whole = fmt.rounds_activations and dim % ACT_GROUP == 0
     made, k_pad = empty_rows(fmt if whole else _VALUES, rows, heads * dim, dtype, sums.device)
     extra = -(-(k_pad - heads * dim) // dim) if whole else 0
     wide = min(triton.next_power_of_2(dim), _WIDE)
@@ -122,7 +122,7 @@ def joined_rows(
         GATE_STRIDE=0 if gate is None else gate.stride(1), HAS_SINKS=sinks is not None, QUANTISED=whole,
         **overlap(sums.device),
     )  # fmt: skip
-    return made if whole or not fmt.quantised else plain_rows(fmt, made.q)
+    return made if whole or not fmt.rounds_activations else plain_rows(fmt, made.q)
 
 
 def head_width(dim: int) -> int:

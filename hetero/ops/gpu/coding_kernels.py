@@ -8,27 +8,30 @@ from __future__ import annotations
 import triton
 
 from hetero.formats import CODES
-from hetero.ops.gpu.codings import CODINGS, FLOAT, MINIMA, OF_ROWS, SUPER_MINIMA, TILES, ZEROS
+from hetero.ops.gpu.codings import BY_UNITS, CODINGS, FLOAT, MINIMA, OF_ROWS, SUPER_MINIMA, TILES, UNIT, ZEROS
 
-_UNIT_OF = {CODES[name]: one.unit for name, one in CODINGS.items()}
-_LOW = {CODES[name]: one.planes[0] for name, one in CODINGS.items()}
-_HIGH = {CODES[name]: one.planes[1] for name, one in CODINGS.items()}
-_SCALE = {CODES[name]: one.scale for name, one in CODINGS.items()}
-_BESIDE = {CODES[name]: one.beside for name, one in CODINGS.items()}
-_ZERO = {CODES[name]: one.zero for name, one in CODINGS.items()}
-_PARTS = {CODES[name]: one.parts for name, one in CODINGS.items()}
-_FACTOR = {CODES[name]: one.factor for name, one in CODINGS.items()}
-_SIZE = {CODES[name]: len(one.table) for name, one in CODINGS.items()}
-_NUMBERS = {CODES[name]: one.numbers for name, one in CODINGS.items()}
-_PICKS = {CODES[name]: one.picks for name, one in CODINGS.items()}
-_LESSENED = {CODES[name]: one.lessened for name, one in CODINGS.items()}
+_ALL = {CODES[name]: one for name, one in CODINGS.items()}
+_ALL |= {code: CODINGS[name]._replace(unit=UNIT) for name, code in BY_UNITS.items()}
+
+_UNIT_OF = {code: one.unit for code, one in _ALL.items()}
+_LOW = {code: one.planes[0] for code, one in _ALL.items()}
+_HIGH = {code: one.planes[1] for code, one in _ALL.items()}
+_SCALE = {code: one.scale for code, one in _ALL.items()}
+_BESIDE = {code: one.beside for code, one in _ALL.items()}
+_ZERO = {code: one.zero for code, one in _ALL.items()}
+_PARTS = {code: one.parts for code, one in _ALL.items()}
+_FACTOR = {code: one.factor for code, one in _ALL.items()}
+_SIZE = {code: len(one.table) for code, one in _ALL.items()}
+_NUMBERS = {code: one.numbers for code, one in _ALL.items()}
+_PICKS = {code: one.picks for code, one in _ALL.items()}
+_LESSENED = {code: one.lessened for code, one in _ALL.items()}
 
 _NEEDS_SUMS = {
-    CODES[name]: one.zero != one.lessened or one.beside in (MINIMA, ZEROS, SUPER_MINIMA)
-    for name, one in CODINGS.items()
+    code: one.zero != one.lessened or one.beside in (MINIMA, ZEROS, SUPER_MINIMA)
+    for code, one in _ALL.items()
 }
-_IS_FP8 = {CODES[name]: one.scale in (TILES, OF_ROWS) for name, one in CODINGS.items()}
-_TAKES_VALUES = {CODES[name]: one.scale in (FLOAT, TILES, OF_ROWS) for name, one in CODINGS.items()}
+_IS_FP8 = {code: one.scale in (TILES, OF_ROWS) for code, one in _ALL.items()}
+_TAKES_VALUES = {code: one.scale in (FLOAT, TILES, OF_ROWS) for code, one in _ALL.items()}
 
 
 @triton.constexpr_function

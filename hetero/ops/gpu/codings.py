@@ -110,3 +110,6 @@ CODINGS = {
     "iq1_m": _iq("iq1_m", 2, 1, parts=2),
 }
 """By the names of ``hetero.formats.GPU_FORMATS``."""
+
+BY_UNITS = {"int8": 102, "int4": 103}
+"""Numbers of formats that few rows may read by units too, as those that came later are."""

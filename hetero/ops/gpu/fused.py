@@ -4,8 +4,8 @@ All are for few rows T (16 at most, though nothing breaks beyond), are one kerne
 shapes and never wait for the device: they can be captured. Tensors may be slices: the last dimension must be
 contiguous, rows may be any distance apart.
 
-A prologue is told the format of the matrix that its rows go to. For a quantised one (int8, int4) rows are
-int8 codes in groups of 32, as experts take them; for one that is not (bf16, f32) they are values.
+A prologue is told the format of the matrix that its rows go to. For int8 and int4 rows are int8 codes in
+groups of 32, as experts take them; for bf16, f32 and fp8 they are values.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hetero.formats import ACT_GROUP, Format, padded_k
 from hetero.ops.gpu import expert_kernels, fused_kernels, linear_kernels
 from hetero.ops.gpu.matrix import PackedMatrix
 from hetero.ops.gpu.overlap import overlap
+from hetero.ops.gpu.packed import capability
 from hetero.ops.gpu.tuning import DEPTH_OF_WARP, STEPS_OF_WARP, Cut, cut_of
 
 _MOST_ROWS = 4
@@ -34,9 +35,9 @@ class Rows(NamedTuple):
     """Rows of activations as kernels read them; of use to every matrix of the same kind and k."""
 
     q: Tensor
-    """Quantised: int8 codes [T, k_pad], zeros beyond k. Else the values [T, k]."""
+    """int8 codes [T, k_pad], zeros beyond k, or the values [T, k]."""
     scales: Tensor
-    """Quantised: float32 [T, k_pad / 32]. Else the values once more."""
+    """Of codes: float32 [T, k_pad / 32]. Else the values once more."""
 
 
 class Normed(NamedTuple):
@@ -51,7 +52,7 @@ class Normed(NamedTuple):
 
 def plain_rows(fmt: Format, x: Tensor) -> Rows:
     """Rows of x [T, k] as it is; no kernel where values are taken."""
-    if not fmt.quantised:
+    if not fmt.rounds_activations:
         return Rows(x, x)
     rows, k = x.shape
     made, k_pad = empty_rows(fmt, rows, k, x.dtype, x.device)
@@ -88,10 +89,10 @@ def norm_rows(  # noqa: PLR0917
         x, *parts, weight, residual, normed, made.q, made.scales, eps, offset,
         x.stride(0), *(part.stride(0) for part in parts),
         K=k, K_PAD=k_pad, GROUPS=groups, HAS_ADD=add is not None, HAS_SHARED=shared is not None,
-        HAS_GATE=gate is not None, QUANTISED=fmt.quantised, num_warps=_warps(groups),
+        HAS_GATE=gate is not None, QUANTISED=fmt.rounds_activations, num_warps=_warps(groups),
         **overlap(x.device),
     )  # fmt: skip
-    return Normed(made if fmt.quantised else Rows(normed, normed), normed, residual)
+    return Normed(made if fmt.rounds_activations else Rows(normed, normed), normed, residual)
 
 
 def swiglu_rows(fmt: Format, gate_up: Tensor, kind: int = expert_kernels.SILU.value) -> Rows:
@@ -100,7 +101,7 @@ def swiglu_rows(fmt: Format, gate_up: Tensor, kind: int = expert_kernels.SILU.va
     made, k_pad = empty_rows(fmt, rows, k, gate_up.dtype, gate_up.device)
     fused_kernels.swiglu_rows[(rows, -(-k_pad // ACT_GROUP // 4))](
         gate_up, made.q, made.q, made.scales, gate_up.stride(0),
-        K=k, K_PAD=k_pad, GROUPS=4, KIND=kind, QUANTISED=fmt.quantised, num_warps=1,
+        K=k, K_PAD=k_pad, GROUPS=4, KIND=kind, QUANTISED=fmt.rounds_activations, num_warps=1,
         **overlap(gate_up.device),
     )  # fmt: skip
     return made
@@ -126,9 +127,13 @@ def _gated(
 ) -> Rows:
     rows, heads, dim = y.shape
     # Where a head does not end with a group its rows are quantised in a second kernel.
-    whole = fmt.quantised and dim % ACT_GROUP == 0
+    whole = fmt.rounds_activations and dim % ACT_GROUP == 0
     k_pad = padded_k(fmt, heads * dim)
-    made = empty_rows(fmt, rows, heads * dim, y.dtype, y.device)[0] if whole or not fmt.quantised else None
+    made = (
+        empty_rows(fmt, rows, heads * dim, y.dtype, y.device)[0]
+        if whole or not fmt.rounds_activations
+        else None
+    )
     values = torch.empty(rows, heads * dim, dtype=y.dtype, device=y.device) if made is None else made.q
     extra = -(-(k_pad - heads * dim) // dim) if whole else 0
     width = triton.next_power_of_2(max(dim, ACT_GROUP))
@@ -152,14 +157,15 @@ def project(
     Raises ValueError where the rows were not made for this matrix.
     """
     count, sizes = rows.q.shape[0], m.sizes
-    if rows.q.shape[1] != sizes["K"] or (rows.q.dtype == torch.int8) != m.format.quantised:
+    codes = m.format.rounds_activations
+    if rows.q.shape[1] != (sizes["K"] if codes else m.k) or (rows.q.dtype == torch.int8) != codes:
         given = f"rows {list(rows.q.shape)} {rows.q.dtype}"
         raise ValueError(f"{given} for a matrix of {m.k} inputs in {m.format}")
     out = torch.empty(count, m.n, dtype=out_dtype, device=rows.q.device)
     bias = out if m.bias is None else m.bias
-    same = rows.q.dtype == m.packed.dtype == torch.bfloat16
     if cut is None:
-        products = m.format.quantised or same
+        in_bf16 = rows.q.dtype == torch.bfloat16 and m.format.name in ("bf16", "fp8")
+        products = codes or in_bf16
         cut = cut_of(m.n, sizes["K"], m.format.code_bits, rows=count, products=products)
         if not (out.is_cuda or m.format.quantised or cut.stages):
             cut = Cut(1, 1, 64)  # the interpreter takes long for each program
@@ -167,7 +173,18 @@ def project(
     grid = (-(-m.n // cut.outputs), -(-count // few))
     common: dict[str, Any] = {"HAS_BIAS": m.bias is not None, "COUNT": few, "num_warps": cut.warps, **sizes}
     common |= overlap(out.device)
-    if m.format.quantised and cut.stages:
+    values: dict[str, Any] = {"INPUTS": m.k, "ASM": capability(out.device)}
+    if m.format.quantised and not codes and cut.stages:
+        linear_kernels.project_fp8_rows[grid](
+            m.packed, rows.q, bias, out, count, rows.q.stride(0),
+            PARTS=max(cut.tiles * ACT_GROUP // m.format.group, 1), STAGES=cut.stages, **values, **common,
+        )  # fmt: skip
+    elif m.format.quantised and not codes:
+        linear_kernels.project_fp8[grid](
+            m.packed, rows.q, bias, out, count, rows.q.stride(0),
+            STEPS=STEPS_OF_WARP * cut.warps, TILES=cut.tiles, **values, **common,
+        )  # fmt: skip
+    elif m.format.quantised and cut.stages:
         linear_kernels.project_packed_rows[grid](
             m.packed, rows.q, rows.scales, bias, out, count, GROUPS=cut.tiles, STAGES=cut.stages,
             ASM=out.is_cuda, **common,
@@ -192,7 +209,7 @@ def project(
 
 def empty_rows(fmt: Format, rows: int, k: int, dtype: torch.dtype, device: torch.device) -> tuple[Rows, int]:
     """(room for rows of k inputs, k_pad); ``dtype``: of values."""
-    if not fmt.quantised:
+    if not fmt.rounds_activations:
         values = torch.empty(rows, k, dtype=dtype, device=device)
         return Rows(values, values), k
     k_pad = padded_k(fmt, k)

@@ -11,10 +11,14 @@ from torch import Tensor
 from hetero.core import ActKind, ExpertSpec, InputError
 from hetero.formats import BLOCK_ROWS, GPU_FORMATS, Format, block_bytes
 from hetero.ops.gpu import expert_kernels, grouped_kernels, hybrid_kernels
-from hetero.ops.gpu.codings import CODINGS, UNIT
+from hetero.ops.gpu.codings import BY_UNITS, CODINGS, UNIT
 from hetero.ops.gpu.overlap import overlap
 from hetero.ops.gpu.packed import capability, matrix_sizes, quantised_rows
 from hetero.ops.gpu.tuning import STEPS_OF_WARP, UNITS_OF_WARP, Cut, cut_down, cut_up
+
+INTEGERS_BY_UNITS = False
+"""Whether few rows read int4 and int8 by units of 32 inputs, as other formats, and not by words: fewer
+instructions, and larger pieces. Which is faster has not been measured."""
 
 _KINDS = (ActKind.SILU, ActKind.GELU, ActKind.GELU_TANH, ActKind.RELU, ActKind.RELU2, ActKind.IDENTITY)
 _WORDS_OF_WARP = 1024  # that a program brings at a time
@@ -115,11 +119,11 @@ class ExpertLaunch:
         """
         tokens, slots = addresses.shape
         asm, of_up, of_down = {"ASM": capability(self.device)}, self.format, self.down_format
-        units: tuple[int, int] = CODINGS[of_up.name].unit, CODINGS[of_down.name].unit
-        cut = cut_up(self.up["K"], of_up.code_bits, units[0])
-        up: dict[str, Any] = self.act | self.up | asm | _cut(cut, units[0])
-        cut = cut_down(self.down["K"], of_down.code_bits, units[1], slots)
-        down: dict[str, Any] = self.down | asm | _cut(cut, units[1])
+        (code_up, unit_up), (code_down, unit_down) = _reading(of_up), _reading(of_down)
+        cut = cut_up(self.up["K"], of_up.code_bits, unit_up)
+        up: dict[str, Any] = self.act | self.up | asm | code_up | _cut(cut, unit_up)
+        cut = cut_down(self.down["K"], of_down.code_bits, unit_down, slots)
+        down: dict[str, Any] = self.down | asm | code_down | _cut(cut, unit_down)
         # Rows that nobody computes are read by nobody, but numpy, which interprets kernels, warns of them.
         empty = torch.zeros if self.twin else torch.empty
         h = empty(tokens * slots, self.spec.intermediate, device=self.device)
@@ -188,6 +192,13 @@ class ExpertLaunch:
             torch.empty(rows, self.spec.intermediate, dtype=torch.bfloat16, device=self.device),
             torch.empty(rows, self.spec.hidden, dtype=torch.float32, device=self.device),
         )
+
+
+def _reading(fmt: Format) -> tuple[dict[str, int], int]:
+    """By which number kernels for few rows know a format, and how many inputs they read at once."""
+    if INTEGERS_BY_UNITS and fmt.name in BY_UNITS:
+        return {"FORMAT": BY_UNITS[fmt.name]}, UNIT
+    return {"FORMAT": fmt.code}, CODINGS[fmt.name].unit
 
 
 def _cut(cut: Cut, unit: int) -> dict[str, int]:

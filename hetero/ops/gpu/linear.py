@@ -25,8 +25,8 @@ class PackedLinear(nn.Module):
     """Takes the place of a ``torch.nn.Linear``, whose weights are packed when they have arrived.
 
     ``packed``: uint8, the blocks of experts, for few rows of which activations are int8 in groups of 32 and
-    sums exact up to their order; for bf16, which is not quantised, the weight [n, k] as torch has it. Many
-    rows are multiplied in bf16.
+    sums exact up to their order, but for fp8, which takes values; for bf16, which is not quantised, the
+    weight [n, k] as torch has it. Many rows are multiplied in bf16.
     """
 
     def __init__(self, linear: nn.Linear, fmt: Format, device: str) -> None:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from hetero.ops.gpu.ahead_kernels import ask
+from hetero.ops.gpu.code_kernels import e4m3_half, e4m3_unit, four_e4m3, fp8_scale
 from hetero.ops.gpu.expert_kernels import ACT_GROUP, INT4, ROWS, step_dot
 from hetero.ops.gpu.grouped_kernels import _decoded
 from hetero.ops.gpu.overlap_kernels import await_last, let_next
@@ -60,6 +61,54 @@ def project_packed(
                 sums = sums + (totals[i] + dot.to(tl.float32) * (scale * tl.load(at, step < steps, 0.0)),)
             totals = sums
     at = block * ROWS + tl.arange(0, ROWS)
+    for i in tl.static_range(COUNT):
+        y = tl.sum(totals[i], 0)
+        if HAS_BIAS:
+            y += tl.load(bias + at, at < N, 0.0).to(tl.float32)
+        here = (at < N) & (at * 0 + first_row + i < rows)
+        tl.store(out + (first_row + i) * N + at, y.to(out.dtype.element_ty), here)
+
+
+@triton.jit
+def project_fp8(
+    packed, x, bias, out, rows, stride,
+    INPUTS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr,
+    SCALES_AT: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, COUNT: tl.constexpr,
+    STEPS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As ``project_packed`` of weights in E4M3 and values x [rows, INPUTS], whose rows are ``stride``
+    apart."""
+    let_next(PDL)
+    start = packed + tl.program_id(0).to(tl.int64) * BLOCK_BYTES
+    steps: tl.constexpr = K // 4
+    first_row = tl.program_id(1) * COUNT
+    words = start.to(tl.pointer_type(tl.int32)) + tl.arange(0, ROWS)[None, :]
+    first_bytes: tl.constexpr = STEPS * TILES * 64
+    if ASM and steps > STEPS * TILES:
+        ask(start.to(tl.int64) + first_bytes, BLOCK_BYTES - first_bytes)
+    totals = ()
+    for _ in tl.static_range(COUNT):
+        totals = totals + (tl.zeros((STEPS, ROWS), tl.float32),)
+    for begin in range(0, steps, STEPS * TILES):
+        tiles, scales = (), ()
+        for tile in tl.static_range(TILES):
+            step = (begin + tile * STEPS + tl.arange(0, STEPS))[:, None]
+            tiles = tiles + (tl.load(words + step * ROWS, step < steps, 0),)
+            scales = scales + (fp8_scale(start, step, step < steps, GROUP, SCALES_AT, FORMAT),)
+        await_last(PDL)
+        for tile in tl.static_range(TILES):
+            at = (begin + tile * STEPS + tl.arange(0, STEPS))[:, None] * 4
+            numbers = four_e4m3(tiles[tile], ASM)
+            scale = scales[tile] * e4m3_unit(ASM)
+            sums = ()
+            for i in tl.static_range(COUNT):
+                line = x + tl.minimum(first_row + i, rows - 1) * stride + at
+                y = tl.zeros((STEPS, ROWS), tl.float32)
+                for j in tl.static_range(4):
+                    y += numbers[j] * tl.load(line + j, at + j < INPUTS, 0.0).to(tl.float32)
+                sums = sums + (totals[i] + y * scale,)
+            totals = sums
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     for i in tl.static_range(COUNT):
         y = tl.sum(totals[i], 0)
         if HAS_BIAS:
@@ -188,6 +237,54 @@ def project_packed_rows(
         y += tl.load(bias + at, at < N, 0.0).to(tl.float32)[:, None]
     here = (at < N)[:, None] & live[None, :]
     tl.store(out + row[None, :] * N + at[:, None], y.to(out.dtype.element_ty), here)
+
+
+@triton.jit
+def project_fp8_rows(
+    packed, x, bias, out, rows, stride,
+    INPUTS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr,
+    SCALES_AT: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, COUNT: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As ``project_fp8`` of bf16, which has every E4M3, on tensor cores: PARTS of GROUP inputs are products
+    of their own, to which their scales are applied; program (16 outputs, COUNT rows, 8 or 16). STAGES of
+    PARTS are on their way at once."""
+    let_next(PDL)
+    start = packed + tl.program_id(0).to(tl.int64) * BLOCK_BYTES
+    if PDL:
+        ask(start.to(tl.int64), BLOCK_BYTES)
+    await_last(PDL)
+    row = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    live = row < rows
+    output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    parts: tl.constexpr = K // GROUP
+    part_bytes: tl.constexpr = GROUP * ROWS
+    scales = (start + SCALES_AT).to(tl.pointer_type(tl.float32))
+    total = tl.zeros((PARTS, ROWS, COUNT), tl.float32)
+    for begin in tl.range(0, parts, PARTS, num_stages=STAGES):
+        byte = tl.arange(0, PARTS * part_bytes)
+        codes = tl.load(start + begin * part_bytes + byte, byte // part_bytes < parts - begin, 0)
+        part = begin + tl.arange(0, PARTS)
+        scale = tl.load(scales + part, part < parts, 0.0) * e4m3_unit(ASM)
+        k = part[:, None, None] * GROUP + tl.arange(0, GROUP)[None, :, None]
+        value = tl.load(x + row[None, None, :] * stride + k, live[None, None, :] & (k < INPUTS), 0.0)
+        if ASM >= 89:
+            w = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        else:
+            w = e4m3_half(codes.to(tl.int32))
+        # By way of float32: there is a fast instruction for two of them.
+        w = w.to(tl.float32)
+        if ASM:
+            w = w.to(tl.bfloat16)
+        w = tl.permute(tl.reshape(w, [PARTS, GROUP // 4, ROWS, 4]), (0, 2, 1, 3))
+        w = tl.reshape(w, [PARTS, ROWS, GROUP])
+        dot = tl.dot(w, value) if ASM else tl.dot(w, value.to(tl.float32), input_precision="ieee")
+        total += dot * scale[:, None, None]
+    y = tl.sum(total, 0)
+    if HAS_BIAS:
+        y += tl.load(bias + output, output < N, 0.0).to(tl.float32)[:, None]
+    here = (output < N)[:, None] & live[None, :]
+    tl.store(out + row[None, :] * N + output[:, None], y.to(out.dtype.element_ty), here)
 
 
 @triton.jit

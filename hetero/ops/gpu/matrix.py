@@ -22,7 +22,7 @@ _KINDS = {torch.bfloat16: Format("bf16"), torch.float32: Format("f32")}
 class PackedMatrix:
     """n outputs of k inputs on a device.
 
-    Quantised (int8, int4): ``packed`` uint8, blocks of 16 outputs in the layout of experts. Else (bf16,
+    Quantised (int8, int4, fp8): ``packed`` uint8, blocks of 16 outputs in the layout of experts. Else (bf16,
     f32): ``packed`` is the weight [n, k] as torch has it, so that a large step may use it as well.
     """
 

@@ -98,12 +98,12 @@ def mix_rows(
     )  # fmt: skip
     out = torch.empty(rows, hidden, dtype=streams.dtype, device=device)
     made, k_pad = Rows(out, out), 0
-    if fmt.quantised:
+    if fmt.rounds_activations:
         made, k_pad = empty_rows(fmt, rows, hidden, streams.dtype, device)
     mix_kernels.mix[(-(-max(hidden, k_pad) // _COLUMNS), -(-rows // few))](
         new, norms, weights.norm, parts, weights.up, streams, out, given, *made, rows,
         STREAMS=triton.next_power_of_2(count), RANK=weights.rank, K_PAD=k_pad, HAS_OUT=has_out,
-        QUANTISED=fmt.quantised, COLUMNS=_COLUMNS,
+        QUANTISED=fmt.rounds_activations, COLUMNS=_COLUMNS,
         DEPTH=min(max(triton.next_power_of_2(weights.rank), 16), rank_depth), num_warps=mix_warps, **sizes,
     )  # fmt: skip
     return Mixed(made, out, given)
