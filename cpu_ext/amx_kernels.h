@@ -166,15 +166,15 @@ void tile_quant(const uint8_t* w, int64_t blocks, const Layout* layout, const Ro
   {                                                                                                       \
     {nullptr, nullptr}, {nullptr, nullptr}, { tile_bulk<T, Format>, name "." isa "_bf16.bulk", kInTiles } \
   }
-#define HETERO_KEPT_BULK(isa, T)                                                             \
-  HETERO_BULK_ROW("int8a", isa, T, kInt8a), HETERO_BULK_ROW("int4z", isa, T, kInt4z),        \
-      HETERO_BULK_ROW("int8z", isa, T, kInt8z), HETERO_BULK_ROW("iq4_nl", isa, T, kIq4Nl),   \
-      HETERO_BULK_ROW("q4_k", isa, T, kQ4K), HETERO_BULK_ROW("q5_k", isa, T, kQ5K),          \
-      HETERO_BULK_ROW("q2_k", isa, T, kQ2K), HETERO_BULK_ROW("q3_k", isa, T, kQ3K),          \
-      HETERO_BULK_ROW("q6_k", isa, T, kQ6K), HETERO_BULK_ROW("iq4_xs", isa, T, kIq4Xs),      \
-      HETERO_BULK_ROW("iq3_xxs", isa, T, kIq4Xs), HETERO_BULK_ROW("iq3_s", isa, T, kIq4Xs),  \
-      HETERO_BULK_ROW("iq2_xxs", isa, T, kIq4Xs), HETERO_BULK_ROW("iq2_xs", isa, T, kIq2Xs), \
-      HETERO_BULK_ROW("iq2_s", isa, T, kIq2Xs), HETERO_BULK_ROW("iq1_s", isa, T, kIq4Xs),    \
+#define HETERO_KEPT_BULK(isa, T)                                                              \
+  HETERO_BULK_ROW("int8a", isa, T, kInt8a), HETERO_BULK_ROW("int4z", isa, T, kInt4z),         \
+      HETERO_BULK_ROW("int8z", isa, T, kInt8z), HETERO_BULK_ROW("iq4_nl", isa, T, kIq4Nl),    \
+      HETERO_BULK_ROW("q4_k", isa, T, kQ4K), HETERO_BULK_ROW("q5_k", isa, T, kQ5K),           \
+      HETERO_BULK_ROW("q2_k", isa, T, kQ2K), HETERO_BULK_ROW("q3_k", isa, T, kQ3K),           \
+      HETERO_BULK_ROW("q6_k", isa, T, kQ6K), HETERO_BULK_ROW("iq4_xs", isa, T, kIq4Xs),       \
+      HETERO_BULK_ROW("iq3_xxs", isa, T, kIq4Xs), HETERO_BULK_ROW("iq3_s", isa, T, kIq4Xs),   \
+      HETERO_BULK_ROW("iq2_xxs", isa, T, kIq2Xxs), HETERO_BULK_ROW("iq2_xs", isa, T, kIq2Xs), \
+      HETERO_BULK_ROW("iq2_s", isa, T, kIq2Xs), HETERO_BULK_ROW("iq1_s", isa, T, kIq2Xxs),    \
       HETERO_BULK_ROW("iq1_m", isa, T, kIq2Xs), HETERO_BULK_ROW("fp8_row", isa, T, kFp8Row)
 
 #define HETERO_AMX_UNIT(isa, T)                                                                          \

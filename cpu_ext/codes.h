@@ -45,10 +45,10 @@ constexpr Traits kTraits[kFormats] = {
     {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq4_xs
     {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq3_xxs
     {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq3_s
-    {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq2_xxs
+    {3, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq2_xxs
     {3, 16, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq2_xs
     {3, 16, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq2_s
-    {4, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq1_s
+    {3, 32, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq1_s
     {3, 16, 128, 255, true, {0, 15}, 0, Scale::kSigned, Beside::kSuper},        // iq1_m
     {8, 128, 0, 0, false, {0, 255}, 0, Scale::kRows, Beside::kNothing},         // fp8_row
 };

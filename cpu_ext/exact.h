@@ -217,15 +217,15 @@ void quant_kernel(const uint8_t* w, int64_t blocks, const Layout* layout, const 
       {fp8_gemm<Format>, name "." isa ".gemm"}, \
       {fp8_gemm<Format>, name "." isa ".gemm"}, \
   }
-#define HETERO_KEPT_FORMATS(isa)                                                         \
-  HETERO_QUANT_ROW("int8a", isa, kInt8a), HETERO_QUANT_ROW("int4z", isa, kInt4z),        \
-      HETERO_QUANT_ROW("int8z", isa, kInt8z), HETERO_QUANT_ROW("iq4_nl", isa, kIq4Nl),   \
-      HETERO_QUANT_ROW("q4_k", isa, kQ4K), HETERO_QUANT_ROW("q5_k", isa, kQ5K),          \
-      HETERO_QUANT_ROW("q2_k", isa, kQ2K), HETERO_QUANT_ROW("q3_k", isa, kQ3K),          \
-      HETERO_QUANT_ROW("q6_k", isa, kQ6K), HETERO_QUANT_ROW("iq4_xs", isa, kIq4Xs),      \
-      HETERO_QUANT_ROW("iq3_xxs", isa, kIq4Xs), HETERO_QUANT_ROW("iq3_s", isa, kIq4Xs),  \
-      HETERO_QUANT_ROW("iq2_xxs", isa, kIq4Xs), HETERO_QUANT_ROW("iq2_xs", isa, kIq2Xs), \
-      HETERO_QUANT_ROW("iq2_s", isa, kIq2Xs), HETERO_QUANT_ROW("iq1_s", isa, kIq4Xs),    \
+#define HETERO_KEPT_FORMATS(isa)                                                          \
+  HETERO_QUANT_ROW("int8a", isa, kInt8a), HETERO_QUANT_ROW("int4z", isa, kInt4z),         \
+      HETERO_QUANT_ROW("int8z", isa, kInt8z), HETERO_QUANT_ROW("iq4_nl", isa, kIq4Nl),    \
+      HETERO_QUANT_ROW("q4_k", isa, kQ4K), HETERO_QUANT_ROW("q5_k", isa, kQ5K),           \
+      HETERO_QUANT_ROW("q2_k", isa, kQ2K), HETERO_QUANT_ROW("q3_k", isa, kQ3K),           \
+      HETERO_QUANT_ROW("q6_k", isa, kQ6K), HETERO_QUANT_ROW("iq4_xs", isa, kIq4Xs),       \
+      HETERO_QUANT_ROW("iq3_xxs", isa, kIq4Xs), HETERO_QUANT_ROW("iq3_s", isa, kIq4Xs),   \
+      HETERO_QUANT_ROW("iq2_xxs", isa, kIq2Xxs), HETERO_QUANT_ROW("iq2_xs", isa, kIq2Xs), \
+      HETERO_QUANT_ROW("iq2_s", isa, kIq2Xs), HETERO_QUANT_ROW("iq1_s", isa, kIq2Xxs),    \
       HETERO_QUANT_ROW("iq1_m", isa, kIq2Xs)
 
 // Units are columns of kLanes output rows; unit u of a block pair starts at block u * kLanes / 16.

@@ -18,8 +18,7 @@ namespace hetero {
 //   int8a, int8z    as int8, code as it is
 //   int4z, q4_k, iq4_nl, iq4_xs, iq3_xxs, iq3_s   as int4; of the iq types a code is a place in a table of 16
 //   q2_k            2 bits; q5_k 5 bits; q3_k 3 bits, value + 4; q6_k 6 bits, value + 32
-//   iq2 and iq1 types   a place in a table of 8, bits 0, 1 and 3 of the code (codes.h); 3 bits, of groups of
-//   32 k 4
+//   iq2 and iq1 types   a place in a table of 8, bits 0, 1 and 3 of the code (codes.h); 3 bits
 // Codes of 2, 3, 5 and 6 bits lie in planes, 32 k of them together: of each plane 64 bytes a step, the 4
 // bytes of a row of 4 k as above, with the number s of a step of 4 k:
 //   low 4 bits (5, 6)   4 steps: as int4

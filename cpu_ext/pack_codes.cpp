@@ -168,7 +168,7 @@ StoreFn store_fn(const Layout& layout) {
     case 3:
       return six ? store_group<3, true> : store_group<3, false>;
     case 4:
-      return six ? store_group<4, true> : store_group<4, false>;
+      return store_group<4, false>;
     case 5:
       return store_group<5, false>;
     case 6:

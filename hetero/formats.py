@@ -56,10 +56,10 @@ _KINDS = {
     "iq4_xs": _Kind(4, 8, 32, 1, kept_only=True),
     "iq3_xxs": _Kind(4, 8, 32, 1, kept_only=True),
     "iq3_s": _Kind(4, 8, 32, 1, kept_only=True),
-    "iq2_xxs": _Kind(4, 8, 32, 1, kept_only=True),
+    "iq2_xxs": _Kind(3, 8, 32, 1, kept_only=True),
     "iq2_xs": _Kind(3, 8, 16, 1, kept_only=True),
     "iq2_s": _Kind(3, 8, 16, 1, kept_only=True),
-    "iq1_s": _Kind(4, 8, 32, 1, kept_only=True),
+    "iq1_s": _Kind(3, 8, 32, 1, kept_only=True),
     "iq1_m": _Kind(3, 8, 16, 1, kept_only=True),
     "fp8_row": _Kind(8, 0, 128, row_bits=32, kept_only=True),
 }

@@ -149,17 +149,34 @@ def locate(path: str | Path) -> Path | None:
 
 
 def opened(path: Path) -> GgufFile:
-    """The scan of a file, kept as long as the file is the same."""
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):
-        return scan(path)  # says what is wrong
-    return _scanned(path, status.st_mtime_ns, status.st_size, status.st_ino)
+    """The scan of a file, kept as long as all its parts are the same."""
+    found, states = _scanned(path)
+    if _states(found) != states:
+        _scanned.cache_clear()
+        found, _ = _scanned(path)
+    return found
+
+
+_State = tuple[int, int, int] | None
 
 
 @lru_cache(maxsize=1)
-def _scanned(path: Path, time: int, size: int, inode: int) -> GgufFile:
-    return scan(path)
+def _scanned(path: Path) -> tuple[GgufFile, list[_State]]:
+    found = scan(path)
+    return found, _states(found)
+
+
+def _states(found: GgufFile) -> list[_State]:
+    """Of each part: (time of change, size, inode); None for one that is gone."""
+    states: list[_State] = []
+    for file in found.files:
+        try:
+            status = os.stat(file)
+        except OSError:
+            states.append(None)
+        else:
+            states.append((status.st_mtime_ns, status.st_size, status.st_ino))
+    return states
 
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")

@@ -93,6 +93,7 @@ def test_near_miss_is_named() -> None:
         ("q6_k", 6.5625),
         ("iq3_s", 4.3125),
         ("iq2_s", 3.5625),
+        ("iq2_xxs", 3.3125),
     ],
 )
 def test_bits(text: str, bits: float) -> None:

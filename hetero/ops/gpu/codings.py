@@ -103,10 +103,10 @@ CODINGS = {
     "iq4_xs": _iq("iq4_xs", 4),
     "iq3_xxs": _iq("iq3_xxs", 4),
     "iq3_s": _iq("iq3_s", 4),
-    "iq2_xxs": _iq("iq2_xxs", 4),
+    "iq2_xxs": _iq("iq2_xxs", 2, 1),
     "iq2_xs": _iq("iq2_xs", 2, 1, parts=2),
     "iq2_s": _iq("iq2_s", 2, 1, parts=2),
-    "iq1_s": _iq("iq1_s", 4),
+    "iq1_s": _iq("iq1_s", 2, 1),
     "iq1_m": _iq("iq1_m", 2, 1, parts=2),
 }
 """By the names of ``hetero.formats.GPU_FORMATS``."""
