@@ -3,10 +3,6 @@
 A step is: fill a pinned buffer, replay the graph of the smallest size that holds the rows, wait for an event,
 read the tokens. The graph has the copy of the buffer to the device, the decoder, the choice of the most
 likely token and its copy back. On the CPU the same code runs without graphs.
-
-Where the tokens that follow are sure to be the likeliest, the next step is launched before the host has
-waited for this one: its tokens come from the device. What the caller then asks for is there already, or is
-dropped with its sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +20,13 @@ from torch import Tensor
 from hetero.config import settings
 from hetero.core import HeteroError, MachineError
 from hetero.decode.inputs import PAGE, Mark
+from hetero.engine.gpu.decoding import Decoding, Slots
 from hetero.engine.gpu.graphs import CudaMeans, HostMeans, Means
 from hetero.engine.gpu.loading import ROWS
 from hetero.engine.gpu.pages import Pages
 from hetero.engine.gpu.parts import Decoder, Each, Experts, Port, Shared
 from hetero.engine.gpu.snapshots import Held, Keeping, Kept
-from hetero.engine.gpu.staging import LATER
-from hetero.engine.gpu.steps import TRACKS, Flight, Steps
+from hetero.engine.gpu.steps import TRACKS, Steps
 from hetero.engine.gpu.traced import CHUNK, stamped
 from hetero.engine.handoff import Handoff, HandoffError, Totals
 from hetero.trace import recorder
@@ -47,31 +42,6 @@ LEAST_CHUNK = 64
 
 _TIMED = 9
 """Steps by which it is found out whether halves take turns; the first third is not counted."""
-
-
-class StepOut(NamedTuple):
-    """Of each row: the most likely token, its logit, and all logits float32 [n, V] on the device, which hold
-    until the next step; None where they were not asked for."""
-
-    ids: list[int]
-    best: list[float]
-    logits: Tensor | None
-
-
-class _Told(NamedTuple):
-    """Of a step that has ended and that nobody has asked for yet."""
-
-    token: int  # that it was given
-    id: int
-    best: float
-
-
-class _Way(NamedTuple):
-    """A step on its way. ``tokens``: that its slots are given, once they are known."""
-
-    flight: Flight
-    slots: list[int]
-    tokens: list[int]
 
 
 class GpuRunner:
@@ -139,8 +109,10 @@ class GpuRunner:
         self._length = [0] * slots
         self._last: list[list[int]] = [[] for _ in range(slots)]
         self.window = max(1, decoder.window)
-        self._ahead: _Way | None = None
-        self._told: dict[int, _Told | HandoffError] = {}  # by slot
+        held = Slots(self.pages, self.window, self._free, self._length, self._last)
+        self._grown = held.grown
+        self._decoding = Decoding(held, self._steps, means, decoder, self.rows)
+        self.step, self.settle = self._decoding.step, self._decoding.settle
         self._closing = closing
         self._closed = False
 
@@ -179,7 +151,7 @@ class GpuRunner:
         """Give a slot and its pages back."""
         if slot in self._free:
             raise ValueError(f"slot {slot} is free")
-        self._told.pop(slot, None)
+        self._decoding.told.pop(slot, None)
         self.pages.release(slot)
         self._free.append(slot)
 
@@ -187,23 +159,6 @@ class GpuRunner:
         """Tokens that a slot holds; after ``settle`` the last token that a step has told is among them where
         the next step was launched ahead."""
         return self._length[slot]
-
-    def settle(self) -> None:
-        """Wait for a step that was launched ahead. Its outcome, or its error, is kept for who asks for it;
-        its slots hold a token more. Nothing is on its way afterwards."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return
-        with torch.inference_mode(), self._means.stream():
-            try:
-                ids, best = self._steps.end(ahead.flight)
-            except HandoffError as error:
-                self._told.update({slot: error for slot in ahead.slots if slot not in self._free})
-                return
-        for slot, *one in zip(ahead.slots, ahead.tokens, ids, best, strict=True):
-            if slot not in self._free:
-                self._told[slot] = told = _Told._make(one)
-                self._grown(slot, told.token)
 
     def recent(self, slot: int) -> list[int]:
         """The last tokens of a slot, as many as are remembered."""
@@ -213,7 +168,7 @@ class GpuRunner:
         """What a slot holds, for others to begin from; None where there is no memory for it, or where a step
         that was launched ahead has failed."""
         self.settle()
-        if isinstance(self._told.get(slot), HandoffError):
+        if isinstance(self._decoding.told.get(slot), HandoffError):
             return None
         with torch.inference_mode(), self._means.stream():
             return self.keeping.now(slot, self.recent(slot))
@@ -237,7 +192,7 @@ class GpuRunner:
         if not tokens:
             raise ValueError("no tokens to append")
         self.settle()
-        if slot in self._told:
+        if slot in self._decoding.told:
             raise ValueError(f"slot {slot} has made a step ahead that nobody has asked for")
         is_new = self._length[slot] == 0
         while True:
@@ -294,119 +249,6 @@ class GpuRunner:
                 self._wait()
         finally:
             self.release(slot)
-
-    def step(self, rows: Sequence[tuple[int, int]], logits: bool = True, ahead: bool = False) -> StepOut:
-        """One token for each of (slot, token), all of different slots. ``ahead``: the caller needs no logits,
-        and if it goes on with a slot, then with the token that this step says and by one more step, which may
-        be launched already. Raises HandoffError where the CPU side failed: the slots of this step are then
-        worth nothing, and the next step works."""
-        count = len(rows)
-        if len({slot for slot, _ in rows}) != count or not 1 <= count <= self.rows[-1]:
-            raise ValueError(f"{count} rows, must be 1 to {self.rows[-1]} of different slots")
-        asked = {slot for slot, _ in rows}
-        if self._ahead is not None and (recorder.active or not asked <= set(self._ahead.slots)):
-            self.settle()
-        with torch.inference_mode(), self._means.stream():
-            told = {slot: self._recall(slot, token) for slot, token in rows if slot in self._told}
-            left = [row for row in rows if row[0] not in told]
-            made: Tensor | None = None
-            if left:
-                way = self._taken(left) or self._launched(left)
-                found = self._finished(way, asked, ahead and not told)
-                told.update({slot: one for slot, (_, one) in found.items()})
-                if logits and not ahead:
-                    places = [found[slot][0] if slot in found else -1 for slot, _ in rows]
-                    made = _rows_of(way.flight.logits, places)
-        ends = [told[slot] for slot, _ in rows]
-        return StepOut([one.id for one in ends], [one.best for one in ends], made)
-
-    def _recall(self, slot: int, token: int) -> _Told:
-        """What a step has told that was launched ahead."""
-        told = self._told.pop(slot)
-        if isinstance(told, HandoffError):
-            raise told
-        if told.token != token:
-            raise ValueError(f"slot {slot} went on with token {told.token}, not {token}")
-        return told
-
-    def _taken(self, rows: Sequence[tuple[int, int]]) -> _Way | None:
-        """The step that was launched ahead, if any."""
-        way = self._ahead
-        if way is not None:
-            given = dict(zip(way.slots, way.tokens, strict=True))
-            for slot, token in rows:
-                if given[slot] != token:
-                    raise ValueError(f"slot {slot} went on with token {given[slot]}, not {token}")
-            self._ahead = None
-        return way
-
-    def _launched(self, rows: Sequence[tuple[int, int]]) -> _Way:
-        for slot, _ in rows:
-            self.pages.grow(slot, self._length[slot] + 1)
-        slots, tokens = [slot for slot, _ in rows], [token for _, token in rows]
-        given = [(token, slot, self._length[slot]) for slot, token in rows]
-        gather = partial(self._gather, slots, tokens) if self.decoder.window else None
-        return _Way(self._steps.begin(given, self._size(len(rows)), gather=gather), slots, tokens)
-
-    def _launched_ahead(self, way: _Way, wanted: set[int]) -> _Way | None:
-        """The step that follows one which may still be running, of those of its slots that are wanted; its
-        tokens are not known yet. None where it has to wait."""
-        places = [place for place, slot in enumerate(way.slots) if slot in wanted]
-        size = self._size(len(places))
-        if not self._steps.fits_ahead(size):
-            return None
-        slots = [way.slots[place] for place in places]
-        try:
-            for slot in slots:
-                self.pages.grow(slot, self._length[slot] + 2)
-            given = [(LATER - at, way.slots[at], self._length[way.slots[at]] + 1) for at in places]
-            flight = self._steps.begin(given, size, TRACKS - 1 - way.flight.track, ahead=True)
-            return _Way(flight, slots, [])
-        except HeteroError:  # of who asks for it, if it is one then
-            return None
-
-    def _finished(self, way: _Way, wanted: set[int], ahead: bool) -> dict[int, tuple[int, _Told]]:
-        """Wait for a step: of each wanted slot its row and what was told. With ``ahead`` the next one is on
-        its way before."""
-        following = self._launched_ahead(way, wanted) if ahead else None
-        found: dict[int, tuple[int, _Told]] = {}
-        try:
-            try:
-                ids, best = self._steps.end(way.flight)
-            except HandoffError as error:
-                self._told.update({slot: error for slot in way.slots if slot not in {*wanted, *self._free}})
-                raise
-            for place, (slot, *one) in enumerate(zip(way.slots, way.tokens, ids, best, strict=True)):
-                if slot in self._free:
-                    continue
-                told = _Told._make(one)
-                self._grown(slot, told.token)
-                if slot in wanted:
-                    found[slot] = place, told
-                else:
-                    self._told[slot] = told
-            if following is not None:
-                following.tokens.extend(found[slot][1].id for slot in following.slots)
-                if self.decoder.window:
-                    gather = partial(self._gather, following.slots, following.tokens)
-                    self._steps.feed(following.flight, gather)
-                self._ahead = following
-        except BaseException:
-            if following is not None:
-                self._steps.drop(following.flight)
-            raise
-        return found
-
-    def _gather(self, slots: Sequence[int], tokens: Sequence[int], out: Tensor) -> None:
-        given = zip(slots, tokens, strict=True)
-        self.decoder.gather([[*self._last[slot], token][-self.window :] for slot, token in given], out)
-
-    def _grown(self, slot: int, *tokens: int) -> None:
-        self._length[slot] += len(tokens)
-        self._last[slot] = [*self._last[slot], *tokens][-self.window :]
-
-    def _size(self, count: int) -> int:
-        return next(n for n in self.rows if n >= count)
 
     def _read(
         self, slot: int, part: list[int], marks: Sequence[Mark] = (), each: Each | None = None
@@ -522,17 +364,6 @@ class GpuRunner:
             self.handoff.close()
         for close in self._closing:
             close()
-
-
-def _rows_of(logits: Tensor, places: Sequence[int]) -> Tensor:
-    """The rows of ``places``; for a place below 0 numbers that are none."""
-    if list(places) == list(range(len(places))):
-        return logits[: len(places)]
-    made = logits.new_full((len(places), logits.shape[1]), float("nan"))
-    for row, place in enumerate(places):
-        if place >= 0:
-            made[row] = logits[place]
-    return made
 
 
 def _later(each: Each, first: int, index: int, rows: Tensor) -> None:
