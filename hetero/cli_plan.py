@@ -21,17 +21,19 @@ from hetero.formats import Format, parse_format
 from hetero.hw import memory
 from hetero.model.shapes import ModelRef, resolve_model
 from hetero.plan import families
+from hetero.plan.as_json import as_dict
 from hetero.plan.hardware import Hardware, load_hardware
 from hetero.plan.inventory import Inventory, Kind, from_modules
 from hetero.plan.machine import this_machine
-from hetero.plan.planner import Plan, as_dict, family_format, make_plan
+from hetero.plan.planner import FORMAT, Plan, family_format, make_plan
 from hetero.plan.quantised import kept_format
 from hetero.plan.roofline import Decode, Term
-from hetero.plan.rulefile import rule_file
+from hetero.plan.rulefile import command, rule_file
 from hetero.plan.sizes import gib, parse_size
 from hetero.plan.tiers import DEFAULT_CONTEXT, Request
 from hetero.wholefile import write_whole
 
+_MUCH = 1.5  # times as fast that another format is named in the beginning
 _MOST_COUNT = 1e18  # no NaN, no infinity and nothing that a float does not hold
 
 
@@ -114,7 +116,7 @@ def plan(
     made = make_plan(found.name, inventory, machine, request)
     if write is not None:
         write_whole(write, rule_file(made), "--write")
-        terminal.note(f"wrote {write}")
+        terminal.note(f"wrote {write}, for {command(made, str(write))}")
     if as_json:
         typer.echo(json.dumps(as_dict(made), indent=2))
     else:
@@ -204,6 +206,8 @@ def show(made: Plan) -> None:
 
     inventory, layout, request = made.inventory, made.layout, made.request
     say(verdict(made))
+    if (better := advice(made)) is not None:
+        say(better)
     say(f"{made.model}: {_weights(inventory)}, {inventory.layers} layers")
     experts = f"experts in {request.expert_format}, " if inventory.sites else ""
     say(f"{experts}dense layers in {layout.dense}, {request.context} tokens x {request.concurrency}")
@@ -238,6 +242,17 @@ def verdict(made: Plan) -> str:
         return f"does NOT fit {where}: {made.today.why_not}"
     speeds = " and ".join(f"{d.tok_s:.3g} ({d.routing} routing)" for d in made.expected)
     return f"fits {where}: {speeds} tokens/s expected, {_manner(made)}"
+
+
+def advice(made: Plan) -> str | None:
+    """Another format of the experts where it makes much of a difference; None where none does."""
+    now = made.today.decode.tok_s if made.fits else 0.0
+    formats = [a for a in made.alternatives if a.expected_local is not None and a.change.startswith(FORMAT)]
+    best = max(formats, key=lambda a: a.expected_local or 0.0, default=None)
+    if best is None or best.expected_local is None or best.expected_local < _MUCH * now:
+        return None
+    name = best.change.removeprefix(FORMAT)
+    return f"much faster by --format '{name}': {best.expected_local:.3g} tokens/s expected (local routing)"
 
 
 def _manner(made: Plan) -> str:

@@ -32,6 +32,9 @@ class Kind(StrEnum):
     OTHER = "other"
 
 
+TABLES = ("ngram_embedding", "embed_tokens_per_layer")
+"""Names of modules that are large tables, which the shipped rules keep in main memory or on disk."""
+
 GATHERED = (Kind.EMBEDDING, Kind.TABLE)
 """Kinds of which a token reads rows, not all."""
 
@@ -167,7 +170,7 @@ def _int(config: Mapping[str, Any], key: str) -> int | None:
 def _kind(module: ModuleInfo) -> Kind:
     name, classes = module.name, " ".join(module.classes)
     leaf = name.rpartition(".")[2]
-    if leaf == "ngram_embedding":
+    if leaf in TABLES:
         return Kind.TABLE
     if "Embedding" in module.classes[0]:
         return Kind.EMBEDDING

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hetero.core import InputError, MachineError
 from hetero.formats import Format, parse_format
 from hetero.plan.hardware import Hardware, hardware_names, load_hardware
 from hetero.plan.inventory import Inventory
 from hetero.plan.prefill import Prefill, prefill
-from hetero.plan.roofline import Decode, Term, both_rates, decode
+from hetero.plan.roofline import Decode, both_rates, decode
 from hetero.plan.routing import Routing
 from hetero.plan.sizes import gib
 from hetero.plan.tiers import (
@@ -19,7 +18,6 @@ from hetero.plan.tiers import (
     GIB,
     Layout,
     Request,
-    Tier,
     lay_out,
 )
 from hetero.plan.today import Today, plan_today
@@ -31,7 +29,7 @@ DENSE_WORDS = ("auto", *DENSE_WIDTH, "int8")
 SHORT_PROMPT = 512
 _WORTH = 1.1  # what dense layers in 8 bits must gain to be chosen where bfloat16 fits
 _SMALLER = ("int8", "int4")  # formats to fall back to where experts do not fit, in this order
-_VERSION = 1
+FORMAT = "experts in "  # of alternatives that differ in the experts' format
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +251,7 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
     request, hardware = plan.request, plan.hardware
     for fmt in map(parse_format, ("int4", "int4 g128", "int8")):
         if str(fmt) != str(request.expert_format):
-            yield _alternative(plan, f"experts in {fmt}", hardware, replace(request, expert_format=fmt))
+            yield _alternative(plan, f"{FORMAT}{fmt}", hardware, replace(request, expert_format=fmt))
     ram = (hardware.ram.bytes if request.ram is None else request.ram) * 2
     bigger = hardware.model_copy(update={"ram": hardware.ram.model_copy(update={"bytes": ram})})
     more = replace(request, ram=None if request.ram is None else ram)
@@ -294,106 +292,3 @@ def _alternative(plan: Plan, change: str, hardware: Hardware, request: Request) 
         on_disk=layout.on_disk,
         why=now.why_not,
     )
-
-
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON; ``docs/plan.md`` explains the fields."""
-    layout, inventory = plan.layout, plan.inventory
-    return {
-        "kind": "hetero-plan",
-        "version": _VERSION,
-        "model": plan.model,
-        "model_type": inventory.model_type,
-        "hardware": plan.hardware.name,
-        "figures": {
-            name: {"value": f.value, "basis": f.basis, "source": f.source}
-            for name, f in plan.hardware.figures()
-        },
-        "request": {
-            "vram": plan.request.vram,
-            "ram": plan.request.ram,
-            "ctx": plan.request.context,
-            "concurrency": plan.request.concurrency,
-            "draft": plan.request.draft,
-            "accept": plan.request.accept,
-            "format": str(plan.request.expert_format),
-            "prompt": plan.request.prompt,
-        },
-        "parameters": {
-            "total": inventory.params,
-            "active": inventory.active_params,
-            "by_kind": inventory.by_kind(),
-        },
-        "dense": layout.dense,
-        "tiers": [_tier(t) for t in plan.today.tiers],
-        "bound_tiers": [_tier(t) for t in (layout.gpu, layout.ram, layout.disk) if t is not None],
-        "experts": {
-            "bytes": layout.expert_bytes,
-            "gpu_share": layout.on_gpu,
-            "ram_share": layout.in_ram,
-            "disk_share": layout.on_disk,
-            "slots": layout.slots,
-            "copies_in_ram": layout.copies,
-        },
-        "fits": plan.fits,
-        "decode": [_decode(d) for d in plan.decode],
-        "expected": [_decode(d) for d in plan.expected],
-        "today": {
-            "loads": plan.fits,
-            "why_not": plan.today.why_not,
-            "dtype": plan.today.dtype,
-            "gpu_layers": list(plan.today.gpu_layers),
-            "tier": plan.today.tier,
-            "fused": plan.today.fused,
-            "ram_share": plan.today.ram_share,
-            "table": plan.today.table,
-            **_decode(plan.today.decode),
-        },
-        "prefill": [_prefill(p) for p in plan.prefill],
-        "prefill_ways": [_prefill(p) for p in plan.ways],
-        "alternatives": [
-            {
-                "change": a.change,
-                "local_tok_s": a.local_tok_s,
-                "uniform_tok_s": a.uniform_tok_s,
-                "expected_local": a.expected_local,
-                "expected_uniform": a.expected_uniform,
-                "gpu_share": a.on_gpu,
-                "disk_share": a.on_disk,
-                "why_not": a.why,
-            }
-            for a in plan.alternatives
-        ],
-        "waits": list(plan.waits),
-        "warnings": list(plan.warnings),
-    }
-
-
-def _tier(tier: Tier) -> dict[str, Any]:
-    return {
-        "name": tier.name,
-        "capacity": tier.capacity,
-        "used": tier.used,
-        "items": [{"name": item.name, "bytes": item.bytes} for item in tier.items],
-    }
-
-
-def _decode(found: Decode) -> dict[str, Any]:
-    return {
-        "routing": found.routing,
-        "hit_rate": found.hit_rate,
-        "step_ms": found.step_ms,
-        "tokens_per_step": found.tokens,
-        "tok_s": found.tok_s,
-        "binds": found.binds,
-        "terms": [_term(t) for t in found.terms],
-    }
-
-
-def _prefill(found: Prefill) -> dict[str, Any]:
-    terms = [_term(t) for t in found.terms]
-    return {"tokens": found.tokens, "way": found.way, "ms": found.ms, "tok_s": found.tok_s, "terms": terms}
-
-
-def _term(term: Term) -> Mapping[str, Any]:
-    return {"name": term.name, "ms": term.ms, "bytes": term.bytes, "gb_s": term.gb_s, "beside": term.beside}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from hetero.plan.inventory import Kind
+from hetero.plan.inventory import TABLES, Kind
 from hetero.plan.planner import Plan
 from hetero.plan.sizes import gib
 
@@ -21,9 +21,10 @@ def rule_file(plan: Plan) -> str:
     )
     lines = [
         *_comment(f"Written by hetero plan for {plan.model} on {plan.hardware.name}."),
+        *_comment(f"Made for: {command(plan, 'THIS FILE')}"),
         *(line for tier in _tiers(plan) for line in _comment(tier)),
         *_comment(
-            f"Dense layers: run with --dtype {plan.dtype}. Decode, expected: "
+            "Decode, expected: "
             + " and ".join(f"{d.tok_s:.1f} tokens/s ({d.routing} routing)" for d in plan.expected)
             + "; at most "
             + " and ".join(f"{d.tok_s:.0f}" for d in plan.decode)
@@ -49,7 +50,7 @@ def rule_file(plan: Plan) -> str:
     lines.append("rules:")
     if plan.inventory.of(Kind.TABLE):
         place = f"{{op: embedding, device: cpu, table: {{tier: {plan.today.table}}}}}"
-        lines += _rule("n-gram table", r"{name: '\.ngram_embedding$'}", place)
+        lines += _rule("large tables", rf"{{name: '\.({'|'.join(TABLES)})$'}}", place)
     if layers := plan.today.gpu_layers:
         match = f"{{class: MoeBlock, layers: '{_ranges(layers)}'}}"
         experts = '{device: "${gpu}", format: "${experts}"}'
@@ -61,6 +62,17 @@ def rule_file(plan: Plan) -> str:
         lines += _rule("routed experts", "{class: MoeBlock}", replace)
     lines += _rule("everything else", "{name: '.*'}", f"{{op: keep, device: {device}}}")
     return "\n".join(lines) + "\n"
+
+
+def command(plan: Plan, file: str) -> str:
+    """The run that a plan is made for, by its rules in ``file``."""
+    request = plan.request
+    words = [f"hetero run MODEL --rules {file} --ctx {request.context}"]
+    if plan.today.fused is None:
+        words.append(f"--dtype {plan.dtype}")
+    elif request.vram is not None:
+        words.append(f"--vram {request.vram // 2**20}MiB")
+    return " ".join(words)
 
 
 def _ranges(layers: Sequence[int]) -> str:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from hetero.plan import constants
+from hetero.plan.as_json import as_dict
 from hetero.plan.estimate import estimate
 from hetero.plan.hardware import Figure, Hardware
 from hetero.plan.inventory import Inventory
 from hetero.plan.machine import this_machine
-from hetero.plan.planner import as_dict, make_plan
+from hetero.plan.planner import make_plan
 from hetero.plan.routing import Routing
 from hetero.plan.tiers import Layout, Request
 from hetero.plan.today import modules_step

@@ -13,8 +13,9 @@ import pytest
 from hetero.core import InputError, MachineError
 from hetero.formats import expert_bytes, parse_format
 from hetero.plan import workspace
+from hetero.plan.as_json import as_dict
 from hetero.plan.hardware import hardware_names, load_hardware, parse_hardware
-from hetero.plan.planner import as_dict, family_format, make_plan
+from hetero.plan.planner import family_format, make_plan
 from hetero.plan.prefill import prefill
 from hetero.plan.roofline import both_rates, decode, expected_tokens
 from hetero.plan.routing import Routing, distinct, misses, touched

@@ -125,6 +125,7 @@ def test_rules_check_takes_the_written_file(tmp_path: Path) -> None:
     checked = CliRunner().invoke(cli.app, ["rules", "check", str(file), FLAGSHIP, "--devices", "cpu,cuda:0"])
     assert checked.exit_code == 0, checked.output
     assert max(map(len, file.read_text().splitlines())) <= 110
+    assert "hetero run MODEL --rules THIS FILE --ctx 4096 --dtype bfloat16" in file.read_text()
 
 
 @pytest.mark.parametrize(
@@ -171,6 +172,15 @@ def test_rules_that_do_not_load_are_told_first_and_exit_with_3(tmp_path: Path) -
     assert told.exit_code == 3
     assert json.loads(told.stdout)["fits"] is False
     assert json.loads(told.stdout)["today"]["why_not"] is not None
+
+
+def test_another_format_is_named_where_it_decides() -> None:
+    """With 64 GiB all experts fit main memory in groups of 128, and layers are fused."""
+    done = call(FLAGSHIP, "--hardware", "rtx4090-7950x")
+    assert "much faster by --format 'int4 g128': " in " ".join(done.output.split())
+    done = call(FLAGSHIP, "--hardware", "rtx4090-7950x", "--format", "int4 g128")
+    assert "much faster" not in done.output
+    assert "layers fused by qwen-gpu" in " ".join(done.output.split())
 
 
 def test_the_first_line_is_the_verdict() -> None:
