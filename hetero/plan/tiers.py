@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hetero.core import ExpertSpec, InputError, MachineError
-from hetero.formats import Format, expert_bytes, parse_format
+from hetero.formats import GPU_FORMATS, Format, expert_bytes, parse_format
 from hetero.plan.hardware import Hardware
 from hetero.plan.inventory import Inventory, Kind
 from hetero.plan.kv import sequence_bytes
@@ -182,7 +182,9 @@ def lay_out(inventory: Inventory, hardware: Hardware, request: Request, dense: s
             + "or --vram 0 for the CPU alone",
         )
         staging = 0 if fused else STAGING
-        if count and gpu.free > staging:
+        # In a format that no kernel of a GPU reads the CPU computes all.
+        readable = not fused or request.expert_format.name in GPU_FORMATS
+        if count and readable and gpu.free > staging:
             slots = min(count, int((gpu.free - staging) // (experts / count)))
         if slots:
             gpu.add("staging of experts", staging)

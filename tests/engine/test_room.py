@@ -242,8 +242,9 @@ def test_what_others_take_does_not_count_where_the_driver_tells_them_apart(
     assert memory.by_process
     device.free -= 30 * GIB  # another process
     assert (memory.used, memory.left) == (GIB, 23 * GIB)
-    device.own = None  # it does not tell any more
-    assert memory.used == 31 * GIB
+    # It does not tell any more, or of another process of this number.
+    for device.own, device.reserved in ((None, 0), (GIB // 2, GIB), (10 * GIB, GIB)):
+        assert memory.used == 31 * GIB
 
 
 def test_memory_without_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,11 @@ def test_what_a_run_under_a_cap_had_left_for_experts() -> None:
     assert layout.slots == pytest.approx((24 * GIB - LATER - besides) / 2_764_800, rel=0.03)
 
 
+def test_experts_that_no_gpu_reads_stay_on_the_cpu() -> None:
+    layout = lay_out(flagship(), machine(ram=1024 * GIB), asked("f32", vram=24 * GIB), "int8")
+    assert (layout.fused, layout.slots, layout.on_gpu, layout.in_ram) == (True, 0, 0.0, 1.0)
+
+
 def test_prompts_are_read_in_smaller_chunks_where_memory_is_short() -> None:
     model = flagship()
     tight = lay_out(model, machine(ram=128 * GIB), asked(vram=8 * GIB), "int8")

@@ -14,6 +14,10 @@ MARGIN = 256 << 20
 MODULES = 64 << 20
 """Of a cap, that torch leaves to what the driver loads besides: kernels that are used for the first time."""
 
+BESIDES = 3 << 30
+"""What a process takes of a GPU at most besides torch's own; where the driver says more, or less than torch
+has, it speaks of a process of another container that has the same number."""
+
 CONTEXT = 640 << 20
 """What a context is taken for where it was there before anybody could look."""
 
@@ -36,7 +40,7 @@ class Vram:
         free, _ = torch.cuda.mem_get_info(self.device)
         own = CONTEXT + torch.cuda.memory_reserved(self.device)
         self._free_before = free + own if known is None else known
-        self.by_process = process_bytes(self.device.index or 0) is not None
+        self.by_process = self._told() is not None
         if cap is not None and cap > (total := self._total()):
             raise MachineError(f"--vram {gib(cap)}: {self.device} has {gib(total)}")
 
@@ -46,10 +50,16 @@ class Vram:
     @property
     def used(self) -> int:
         """Bytes that this process has taken."""
-        told = process_bytes(self.device.index or 0) if self.by_process else None
+        told = self._told() if self.by_process else None
         if told is not None:
             return told
         return max(0, self._free_before - int(torch.cuda.mem_get_info(self.device)[0]))
+
+    def _told(self) -> int | None:
+        """What the driver says of this process, where that can be."""
+        told = process_bytes(self.device.index or 0)
+        besides = None if told is None else told - torch.cuda.memory_reserved(self.device)
+        return told if besides is not None and 0 <= besides <= BESIDES else None
 
     @property
     def left(self) -> int:
