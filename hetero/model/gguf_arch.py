@@ -623,7 +623,7 @@ UNREAD: dict[str, str] = dict.fromkeys(
     "dbrx": "transformers' experts of it are outside the interface that hetero runs",
     "nomic-bert-moe": "it is an encoder",
     "mistral3": "its experts have no tree in transformers",
-    "step35": "transformers' tree is that of its successor",
+    "step35": "transformers has its successor alone, which computes other rotary factors than files have",
 }
 
 

@@ -53,7 +53,7 @@ def config_of(path: Path) -> dict[str, Any]:
     """The configuration of a file, as a config.json would hold it."""
     found = opened(path)
     with _Files() as files:
-        return read_config(found, lambda tensor: files.floats(tensor).numpy())
+        return read_config(found, lambda tensor: files.floats(tensor).float().numpy())
 
 
 class _Files(Closing):

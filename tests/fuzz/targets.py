@@ -134,7 +134,7 @@ def seeds(name: str, folder: Path) -> list[bytes]:
     if name == "gguf":
         return _gguf_seeds(folder)
     if name == "gguf_model":
-        return [_gguf_model(folder / "seed-model.gguf")]
+        return [_gguf_model(folder / "seed-model.gguf"), _gguf_by_layer(folder / "seed-layers.gguf")]
     if name == "manifest":
         return [_manifest()]
     if name == "hardware":
@@ -209,6 +209,34 @@ def _gguf_model(path: Path) -> bytes:
         writer.add_chat_template("{{ messages }}")
 
     hf_to_gguf.write(model, path, "qwen3moe", more=tokenizer)
+    return path.read_bytes()
+
+
+def _gguf_by_layer(path: Path) -> bytes:
+    """A model whose metadata have numbers of each layer, and whose tokenizer has a list of merges."""
+    from gguf import GGUFWriter
+
+    from hetero.model.build import choose_class
+    from tests.model import hf_to_gguf
+    from tests.model.tiny_moe import tiny_config, tiny_model
+
+    small = {"vocab_size": 12, "vocab_size_per_layer_input": 12, "hidden_size": 8, "intermediate_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4, "global_head_dim": 8}
+    experts = {"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 4}
+    layers = {"num_hidden_layers": 2, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    kinds = ["sliding_attention", "full_attention"]
+    config = tiny_config("gemma4_text", **small, **heads, **experts, **layers, layer_types=kinds)
+    chosen = choose_class(config)
+
+    def tokenizer(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(["<bos>", "<eos>", *"abcdefgh", "ab", "cd"])
+        writer.add_token_types([3, 3, *[1] * 10])
+        writer.add_token_merges(["a b", "c d"])
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(1)
+
+    hf_to_gguf.write(tiny_model(chosen.cls, chosen.config, seed=1), path, "gemma4", more=tokenizer)
     return path.read_bytes()
 
 

@@ -342,6 +342,13 @@ def test_rotary_factors_of_llama3(tmp_path: Path) -> None:
     agree(load_ours_dense(tmp_path / "m.gguf"), model)
 
 
+def test_rotary_factors_of_another_type(tmp_path: Path) -> None:
+    arch, model_type, changes = DENSE[-1]
+    model = tiny(model_type, **changes)
+    write(model, tmp_path / "m.gguf", arch, kind_of=lambda name, _: Kind.BF16 if "rope" in name else None)
+    agree(load_ours_dense(tmp_path / "m.gguf"), model)
+
+
 def load_ours_dense(path: Path) -> Any:
     return load_model(path, threads=1).runnable.model
 
