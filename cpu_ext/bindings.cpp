@@ -1,5 +1,5 @@
-// The Python face of the extension. Tensors arrive as addresses: hetero/cpu.py checks shapes, types and
-// contiguity, keeps the tensors alive during the call, and is the only caller of this file's functions.
+// The Python face of the extension. Tensors arrive as addresses: hetero/cpu*.py check shapes, types and
+// contiguity, keep the tensors alive during the call, and are the only callers of this file's functions.
 #include "bindings.h"
 
 #include <emmintrin.h>

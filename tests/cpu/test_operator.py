@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero import _cpu, cpu
+from hetero import _cpu, cpu, cpu_weights
 from hetero.core import Activation, ActKind, ExpertSpec, InputError, MachineError
 from hetero.cpu import CpuExperts
 from hetero.formats import expert_bytes, parse_format
@@ -553,7 +553,7 @@ def test_memory_promised_to_other_experts_counts(monkeypatch: pytest.MonkeyPatch
     """Three layers that fit one by one, not together; pages are taken only when experts arrive."""
     spec, fmt = ExpertSpec(4, 64, 64, 1), parse_format("int8")
     size = cpu.packed_nbytes(spec, fmt)
-    others = sum(e.promised_bytes for e in cpu._live)
+    others = sum(e.promised_bytes for e in cpu_weights._live)
     monkeypatch.setattr(memory, "available", lambda *a: memory.Available(others + 2 * size, "test"))
     kept = [CpuExperts(spec, fmt) for _ in range(2)]
     with pytest.raises(MachineError, match=r"of other experts and 4 experts of 64 x 64 in int8 g32 needs"):
