@@ -34,6 +34,7 @@ from hetero.model.shapes import resolve_model
 from hetero.model.sources import open_source
 from hetero.model.tables import resolve_tables
 from hetero.model.tokenizer import Tokenizer, load_tokenizer
+from hetero.ops.guess import guess_ahead
 from hetero.ops.hops import connect
 from hetero.ops.watch import expert_uses, watch_steps
 from hetero.registry import op_names
@@ -153,6 +154,7 @@ def load_model(
         inject.finish(model)
     tables = speed_notes(model)
     connect(model, placement)
+    guess_ahead(model)
     watch_steps(model)
     text: Any = config.get_text_config(decoder=True)
     runner = graphs.fuse(context_limit(text), resolve_model(str(folder)).config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class MoeBlock(nn.Module):
         self.block_class = type(block).__name__
         # May change the choice of experts: (ids [T, k], weights [T, k]) -> those that are used instead.
         self.routing: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+        # Told this block's input, as its router takes it, to guess the next layer's experts: ``ops.guess``.
+        self.following: Callable[[torch.Tensor], None] | None = None
         self.training = block.training
 
         def value(name: str) -> Any:
@@ -111,12 +114,24 @@ class MoeBlock(nn.Module):
             slots = ids.shape[1]
             inputs = (inputs.unsqueeze(1) * weights.to(inputs.dtype).unsqueeze(-1)).flatten(0, 1)
             ids, weights = ids.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1)
+        if self.following is not None:
+            experts.backend.then = partial(self.following, hidden_states if recipe.router_unflattened else x)
         pending: Pending = experts.submit(inputs, ids, weights)
         shared = self._shared_output(x, routed)
         out = self._through(recipe.after, pending.collect())
         out = out if slots == 1 else out.view(-1, slots, out.shape[-1]).sum(dim=1)
         out = self._combine(out, shared)
         return recipe.returns(out.reshape(hidden_states.shape), routed)
+
+    @property
+    def routes_by_input(self) -> bool:
+        """Whether the router takes nothing else of a step than the block's input."""
+        return not self._router_kwargs
+
+    def chosen(self, x: torch.Tensor) -> torch.Tensor:
+        """The router's choice for an input as it takes it: ids [T, k], the likeliest first."""
+        ids: torch.Tensor = self._route(x, {})[2]
+        return ids
 
     def _route(self, x: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The router's (logits, weights [T, k], ids [T, k], ...)."""

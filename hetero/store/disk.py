@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,13 +21,17 @@ from torch import Tensor
 from hetero.core import ExpertSpec, HeteroError, InputError, MachineError
 from hetero.cpu import CpuExperts, Part
 from hetero.formats import Format
+from hetero.store.guess import Guesses
 from hetero.store.packfile import PackFile
 from hetero.store.policy import CacheStats, SlotCache
-from hetero.store.reads import IN_FLIGHT, buffer
+from hetero.store.reads import IN_FLIGHT, aligned, buffer
 from hetero.trace import READ, clock, recorder
 
 # Steps of more tokens choose kernels by the rows of an expert, and sum in an order that all experts set.
 EXACT_TOKENS = 16
+
+# A layer is guessed for while more than so much of its last steps missed experts: the router costs time too.
+MISSES_MUCH, LAST_STEPS = 0.1, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class _Read:
     slot: int
     into: memoryview
     futures: list[Future[Any]]
+    guessed: bool = False  # ``into`` is of the guesses, and is copied
 
 
 class DiskExperts:
@@ -83,10 +88,31 @@ class DiskExperts:
         self._lock = threading.Lock()
         self._nbytes = 0
         self._seconds = 0.0
+        self._missing = 0.0  # share of the last steps that missed an expert
+        self._guesses: Guesses | None = None
+        self._taken: dict[int, tuple[memoryview, list[Future[Any]]]] = {}
+        self.then: Callable[[], None] | None = None
+        """Called once by the next small step, when it has read what it needs and before it computes."""
 
     def attach(self, file: PackFile, block: int) -> None:
         """Read experts from block ``block`` of ``file``, whose manifest is checked by the caller."""
         self._file, self._block = file, block
+
+    def guess_with(self, guesses: Guesses) -> None:
+        """Where experts lie that were read before it was known that they are needed."""
+        self._guesses = guesses
+
+    @property
+    def misses_much(self) -> bool:
+        """Whether so many of the last steps had to wait for the disk that guesses are worth their price."""
+        return self._missing > MISSES_MUCH
+
+    def expect(self, experts: Iterable[int]) -> None:
+        """The next step will probably use these, the likeliest first: read what is not in RAM, beside it."""
+        if self._guesses is not None and self._file is not None:
+            slots = self._cache.slot_of()
+            absent = [e for e in experts if 0 <= e < self.spec.num_experts and slots[e] < 0]
+            self._guesses.begin(self._file, self._block, absent)
 
     @property
     def path(self) -> Path:
@@ -116,6 +142,11 @@ class DiskExperts:
         return self._held.whole_bytes
 
     @property
+    def stride(self) -> int:
+        """Bytes of one expert in a file."""
+        return aligned(self.expert_bytes)
+
+    @property
     def disk_nbytes(self) -> int:
         """Bytes of all experts, in the file."""
         return self.spec.num_experts * self.expert_bytes
@@ -141,8 +172,11 @@ class DiskExperts:
         """As ``CpuExperts.forward``."""
         with self._lock:
             wanted = self._wanted(ids)
+            then, self.then = self.then, None
             if len(ids) <= EXACT_TOKENS and len(wanted) <= self._cache.slots:
                 for _ in self._groups(wanted):
+                    if then is not None:
+                        then()
                     return self._held.forward(x, self._slots_of(ids, wanted), weights)
             results = torch.empty(*ids.shape, self.spec.hidden)
             for group in self._groups(wanted):
@@ -183,6 +217,9 @@ class DiskExperts:
         meanwhile, where there are slots for both."""
         self._cache.touch(wanted)
         here, absent = self._cache.lookup(wanted)
+        self._missing += ((1.0 if absent else 0.0) - self._missing) / LAST_STEPS
+        if self._guesses is not None:
+            self._taken = self._guesses.take(self._block, absent)
         if len(wanted) <= self._cache.slots:
             self._finish(self._start(absent, pinned=here))
             if wanted:
@@ -215,6 +252,9 @@ class DiskExperts:
         admitted = self._cache.admit(experts, pinned)
         try:
             for one in admitted:
+                if one.item in self._taken:
+                    reads.append(_Read(one.item, one.slot, *self._taken.pop(one.item), guessed=True))
+                    continue
                 view = self._held.view(one.slot)
                 into = view if view is not None else buffer(self._held.whole_bytes)
                 reads.append(_Read(one.item, one.slot, into, self._file.start(self._block, one.item, into)))
@@ -237,14 +277,16 @@ class DiskExperts:
                 self._file.finish(self._block, read.expert, read.into, read.futures)
             except MachineError as error:
                 self._cache.drop([read.expert])
+                self._returned(read)
                 failed = failed or error
                 continue
             except BaseException:  # an interrupt: nobody knows what has come
                 self._abandon(reads)
                 raise
-            size += len(read.into)
-            if self._held.view(read.slot) is None:
+            size += self._file.manifest.blocks[self._block].stride
+            if read.guessed or self._held.view(read.slot) is None:
                 self._held.restore(read.slot, read.into)
+            self._returned(read)
         self._nbytes += size
         self._seconds += (clock() - began) / 1e9
         if recorder.active:
@@ -258,6 +300,12 @@ class DiskExperts:
             for future in read.futures:
                 future.exception()
             self._cache.drop([read.expert])
+            self._returned(read)
+
+    def _returned(self, read: _Read) -> None:
+        """A buffer of the guesses is free again."""
+        if read.guessed and self._guesses is not None:
+            self._guesses.give_back(read.into)
 
 
 def disk_speed(file: PackFile, seconds: float = 0.25) -> float:
