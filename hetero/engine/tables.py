@@ -13,7 +13,7 @@ from hetero.cpu import WORKSPACE_BYTES
 from hetero.engine.tiers import Site, find_sites
 from hetero.hw import memory
 from hetero.model.source import Source, TensorInfo
-from hetero.model.tables import choose_tiers, leave_out, reads_of
+from hetero.model.tables import choose_tiers, leave_out, reads_itself, reads_of
 from hetero.ops.embedding import HostEmbedding
 from hetero.rules import Placement
 from hetero.rules.explain import Line, explain, totals
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def place_tables(ready: Ready) -> Ready:
-    """With a tier for every table that rules leave to the machine; what is on disk is not loaded.
+    """With a tier for every table that rules leave to the machine; what operators read is not loaded.
 
     A table is in main memory where all that the rules put there fits, experts whole, with the workspace of a
     step: a token reads far less of a table on disk than of experts there.
@@ -40,12 +40,7 @@ def place_tables(ready: Ready) -> Ready:
         needed = dense + largest_in_flight(ready.checkpoint, placement) + _experts(sites) + WORKSPACE_BYTES
         if needed > memory.available().bytes:
             placement = choose_tiers(ready.placement, dict.fromkeys(undecided, "disk"))
-    on_disk = {
-        one.module
-        for one in placement.assignments
-        if one.op == "embedding" and one.options["table"]["tier"] == "disk"
-    }
-    leave_out(ready.plan, on_disk)
+    leave_out(ready.plan, placement)
     return replace(ready, placement=placement)
 
 
@@ -85,7 +80,7 @@ def _not_in_flight(placement: Placement) -> set[str]:
             continue
         table = one.options["table"]
         whole = len(stored.runs) == 1 and stored.dtype == table["dtype"]
-        if table["tier"] == "disk" or whole:
+        if reads_itself(one) or whole:
             found.update(run.tensor for run in stored.runs)
     return found
 

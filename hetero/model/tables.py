@@ -27,7 +27,10 @@ _RANDOM_ROWS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class StoredTable:
-    """A table whose rows can be read one by one. ``kind``: as ``StoredRows`` has it."""
+    """A table whose rows can be read one by one. ``kind``: as ``StoredRows`` has it.
+
+    One of blocks stays in these in main memory too, and is not loaded as others are.
+    """
 
     runs: tuple[Run, ...]
     row_bytes: int
@@ -40,13 +43,17 @@ class StoredTable:
         return sum(run.rows for run in self.runs) * self.row_bytes
 
     @property
+    def in_blocks(self) -> bool:
+        return self.kind not in PLAIN
+
+    @property
     def dtype(self) -> str:
-        """Name of the files' type of floats; "" of a type of blocks."""
-        return str(PLAIN[self.kind]).removeprefix("torch.") if self.kind in PLAIN else ""
+        """Name of the files' type of floats, or of blocks, as ``q8_0``."""
+        return self.kind.lower() if self.in_blocks else str(PLAIN[self.kind]).removeprefix("torch.")
 
     def decode(self, rows: Tensor) -> Tensor:
         """uint8 [n, row_bytes] -> [n, width] in the file's type of floats; float32 of a type of blocks."""
-        if self.kind in PLAIN:
+        if not self.in_blocks:
             return rows.view(PLAIN[self.kind])
         if not len(rows):
             return torch.empty(0, self.width)
@@ -58,7 +65,7 @@ def resolve_tables(placement: Placement, model: Any, plan: LoadPlan, source: Sou
 
     ``options["table"]`` gets ``stored`` (a StoredTable; None: its rows cannot be read one by one, so that
     ``tier: auto`` has become ``ram``), ``nbytes`` in the files, and ``dtype``, the name of the type that main
-    memory would hold. Raises InputError, naming the rule, for a
+    memory would hold it in. Raises InputError, naming the rule, for a
     table that is shared with another module, for one on disk whose rows cannot be read, and for the embedding
     of the tokens where rules fuse layers.
     """
@@ -82,14 +89,14 @@ def resolve_tables(placement: Placement, model: Any, plan: LoadPlan, source: Sou
                 where.fail(f"'tier: disk' cannot be: {one.module}: {found}")
             tier = "ram"
         weight: Tensor = module.weight
-        held = _held(stored, weight.dtype)
+        held = _held(stored, weight)
         return _with_table(
             one,
             {
                 "tier": tier,
                 "stored": stored,
-                "nbytes": weight.numel() * held.itemsize if stored is None else stored.nbytes,
-                "dtype": str(held).removeprefix("torch."),
+                "nbytes": weight.nbytes if stored is None else stored.nbytes,
+                "dtype": held,
             },
         )
 
@@ -137,9 +144,16 @@ def _with_table(one: Assignment, more: Mapping[str, Any]) -> Assignment:
     return replace(one, options={**one.options, "table": {**one.options["table"], **more}})
 
 
-def leave_out(plan: LoadPlan, modules: set[str]) -> None:
-    """Let a load pass over the tables of these modules, whose rows stay in their files."""
-    names = {f"{module}.weight" for module in modules}
+def reads_itself(one: Assignment) -> bool:
+    """Whether the operator of a module reads its table from the files, now or when a step wants rows."""
+    table = one.options["table"] if one.op == "embedding" else {}
+    stored: StoredTable | None = table.get("stored")
+    return stored is not None and (table["tier"] == "disk" or stored.in_blocks)
+
+
+def leave_out(plan: LoadPlan, placement: Placement) -> None:
+    """Let a load pass over the tables that their operators read themselves."""
+    names = {f"{one.module}.weight" for one in placement.assignments if reads_itself(one)}
     plan.names.targets = [target for target in plan.names.targets if not names & set(target.names)]
 
 
@@ -149,12 +163,12 @@ def reads_of(model: Any, module: str) -> int:
     return int(getattr(owner, "ngram_heads", 1))
 
 
-def _held(stored: StoredTable | None, dtype: torch.dtype) -> torch.dtype:
+def _held(stored: StoredTable | None, weight: Tensor) -> str:
     """The type that main memory holds a table in: of the files where that says the same in fewer bytes."""
-    if stored is None or stored.kind not in PLAIN:
-        return dtype
-    there = PLAIN[stored.kind]
-    return there if dtype == torch.float32 else dtype
+    wide = weight.dtype == torch.float32
+    if stored is not None and (stored.in_blocks or wide):
+        return stored.dtype
+    return str(weight.dtype).removeprefix("torch.")
 
 
 def _stored(target: Target | None, source: Source) -> StoredTable | str:

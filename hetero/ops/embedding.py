@@ -20,11 +20,12 @@ from hetero.store.rows import CachedRows, RowFiles, RowReads, Rows
 
 @register_op("embedding")
 class HostEmbedding(nn.Module):
-    """An embedding whose rows are gathered by the host, of which they leave in ``dtype``.
+    """An embedding whose rows are gathered by the host, in the type that the module's weight had (``dtype``).
 
-    ``table``: where the rows are on disk; None: they are the module's weight, in ``held`` until the loader
-    brings them (its type is kept where it says the same in fewer bytes). ``ram``: bytes of rows of a table on
-    disk that main memory keeps. Results are the same to the bit.
+    Without ``table`` they are that weight, which the loader brings as ``held`` (the files' type where that
+    says the same in fewer bytes). With it they are read from files: when they are wanted, ``ram`` bytes of
+    them kept in main memory; or with ``ram`` None all of them at once, to stay as they are in the files.
+    Results are the same to the bit. Raises MachineError where a file cannot be read.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class HostEmbedding(nn.Module):
         source: nn.Embedding,
         table: StoredTable | None = None,
         *,
-        ram: int = 0,
+        ram: int | None = None,
         held: torch.dtype | None = None,
         layer: int = -1,
     ) -> None:
@@ -43,8 +44,15 @@ class HostEmbedding(nn.Module):
         self.rows: CachedRows | None = None
         self._table = table
         like = source.weight
+        self._raw: Tensor | None = None  # uint8 [rows, bytes of one]
         if table is not None:
-            self.rows = CachedRows(RowFiles(table.runs, table.row_bytes), ram, layer)
+            files = RowFiles(table.runs, table.row_bytes)
+            if ram is None:
+                self._raw = torch.empty(files.rows, table.row_bytes, dtype=torch.uint8)
+                files.read_all(self._raw.numpy())
+                files.close()
+            else:
+                self.rows = CachedRows(files, ram, layer)
             like = torch.empty(0, source.embedding_dim, dtype=self.dtype)
         elif held is not None:
             like = torch.empty(like.shape, dtype=held, device=like.device)
@@ -62,23 +70,31 @@ class HostEmbedding(nn.Module):
         if not isinstance(module, nn.Embedding):
             raise InputError(f"op 'embedding' replaces tables of embeddings; {name} is a {kind}")
         table = options["table"]
-        if table["tier"] != "disk":
-            held = getattr(torch, table["dtype"]) if "dtype" in table else None
-            return HostEmbedding(module, held=held)
-        if table.get("stored") is None:
+        stored, on_disk = table.get("stored"), table["tier"] == "disk"
+        if stored is not None and (on_disk or stored.in_blocks):
+            layer = layer_of(name)
+            ram = table["ram"] if on_disk else None
+            return HostEmbedding(module, stored, ram=ram, layer=-1 if layer is None else layer)
+        if on_disk:
             raise HeteroError(f"{name}: nothing tells where the rows of its table are")
-        layer = layer_of(name)
-        return HostEmbedding(module, table["stored"], ram=table["ram"], layer=-1 if layer is None else layer)
+        return HostEmbedding(module, held=getattr(torch, table["dtype"]) if "dtype" in table else None)
 
     @property
     def weight(self) -> Tensor:
-        """The table; of one on disk, no rows of it."""
+        """The table; no rows of one that is on disk, or in blocks."""
         return self.source.weight
 
     @property
     def nbytes(self) -> int:
         """Bytes of main memory: of the table, or of the rows that it keeps at most."""
-        return self.weight.nbytes if self.rows is None else self.rows.ram
+        if self.rows is not None:
+            return self.rows.ram
+        return self.weight.nbytes + self.raw_nbytes
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes of a table in main memory that is not the module's weight."""
+        return 0 if self._raw is None else self._raw.nbytes
 
     @property
     def disk_nbytes(self) -> int:
@@ -94,10 +110,13 @@ class HostEmbedding(nn.Module):
 
     def gather(self, ids: Tensor) -> Tensor:
         """Rows [n, width] in ``dtype`` of ids int64 [n] on the host. MachineError where a file fails."""
-        if self.rows is None:
+        if self._table is None:
             return self.weight.detach().index_select(0, ids).to(self.dtype)
-        assert self._table is not None
-        rows = torch.from_numpy(self.rows.gather(ids.numpy()))
+        if self.rows is not None:
+            rows = torch.from_numpy(self.rows.gather(ids.numpy()))
+        else:
+            assert self._raw is not None
+            rows = self._raw.index_select(0, ids)
         return self._table.decode(rows).to(self.dtype)
 
     def expect(self, ids: Callable[[], Rows]) -> Future[None] | None:
@@ -116,10 +135,14 @@ class HostEmbedding(nn.Module):
         return found
 
 
+def host_tables(model: Any) -> list[HostEmbedding]:
+    """The tables of a model, wherever they are."""
+    return [module for module in model.modules() if isinstance(module, HostEmbedding)]
+
+
 def disk_tables(model: Any) -> list[HostEmbedding]:
-    """The tables of a model whose rows are read from disk."""
-    found = (module for module in model.modules() if isinstance(module, HostEmbedding))
-    return [module for module in found if module.rows is not None]
+    """Those whose rows are read from disk."""
+    return [table for table in host_tables(model) if table.rows is not None]
 
 
 def table_reads(tables: Sequence[HostEmbedding]) -> RowReads:

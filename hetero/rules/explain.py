@@ -196,9 +196,10 @@ def _line(
         table = acting.options["table"]
         # As most checkpoints have it, until one is known.
         fmt = table.get("dtype", "bfloat16")
-        size = module.own_params * DENSE_BYTES[fmt]
+        as_stored = table.get("nbytes", module.own_params * DENSE_BYTES["bfloat16"])
+        size = module.own_params * DENSE_BYTES[fmt] if fmt in DENSE_BYTES else as_stored
         if table["tier"] == DISK:
-            size, device = table.get("nbytes", size), DISK
+            size, device = as_stored, DISK
     elif size and (packed := _linear_format(module, acting)) is not None:
         linear = parse_format(packed)
         # Without the padding of blocks, which the number of weights does not tell.

@@ -24,7 +24,7 @@ import uvicorn
 from hetero.core import HeteroError, MachineError
 from hetero.engine.load import stats_recorder, with_context
 from hetero.engine.scheduler import Scheduler
-from hetero.ops.embedding import disk_tables, table_reads
+from hetero.ops.embedding import disk_tables, host_tables, table_reads
 from hetero.ops.experts import CpuExpertsOp
 from hetero.ops.watch import disk_experts, disk_reads
 from hetero.server import connection, logs
@@ -155,6 +155,7 @@ def _weights(loaded: Loaded) -> dict[str, int]:
     held = [*model.parameters(), *(() if runner is None else model.buffers())]
     for weight in {weight.data_ptr(): weight for weight in held}.values():
         sizes["cpu" if weight.device.type == "cpu" else "gpu"] += weight.numel() * weight.element_size()
+    sizes["cpu"] += sum(table.raw_nbytes for table in host_tables(model))
     if runner is not None:
         sizes["gpu"] += sum(experts.nbytes for experts in runner.experts)
     return sizes

@@ -143,7 +143,7 @@ def as_on_gpu(folder: Path, **sets: str) -> tuple[Any, Placement]:
     plan = plan_load(model, checkpoint)
     here, _ = resolve_formats(here, plan, checkpoint)
     here = resolve_tables(here, model, plan, checkpoint)
-    leave_out(plan, {one.module for one in here.assignments if one.op == "embedding"})  # which are on disk
+    leave_out(plan, here)
     injected = inject.apply(model, here)
     load_weights(model, checkpoint, injected.sinks, dtype=torch.bfloat16, plan=plan)
     inject.finish(model)

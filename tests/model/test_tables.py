@@ -25,7 +25,7 @@ from hetero.model.gguf_file import BLOCK_TYPES, FLOAT_TYPES
 from hetero.model.gguf_source import GgufSource
 from hetero.model.sources import open_source
 from hetero.model.tables import StoredTable
-from hetero.ops.embedding import HostEmbedding, disk_tables, table_reads
+from hetero.ops.embedding import disk_tables, host_tables, table_reads
 from hetero.ops.watch import dense_bytes
 from hetero.store.rows import RowFiles, Run
 from hetero.trace import recorder
@@ -97,7 +97,7 @@ def test_the_same_logits_from_ram_and_disk(
         ram, disk = load(folder, IN_RAM, dtype=dtype), load(folder, ON_DISK, dtype=dtype)
         assert torch.equal(logits(ram, ids), want)
         assert torch.equal(logits(disk, ids), want)
-        held = [module for module in ram.runnable.model.modules() if isinstance(module, HostEmbedding)]
+        held = host_tables(ram.runnable.model)
         assert {one.weight.dtype for one in held} == {stored if dtype == "float32" else torch.bfloat16}
         tables = disk_tables(disk.runnable.model)
         assert len(tables) == len(held) == 2
@@ -180,9 +180,19 @@ def test_a_gguf_model_with_its_embedding_on_disk(tmp_path: Path, generator: torc
     ids, name = tokens(generator), "embed_tokens$"
     want = logits(load(first, "{op: keep}", name), ids)
     disk = load(first, ON_DISK, name)
-    assert len(disk_tables(disk.runnable.model)) == 1
+    (table,) = disk_tables(disk.runnable.model)
     assert torch.equal(logits(disk, ids), want)
-    assert torch.equal(logits(load(first, IN_RAM, name), ids), want)
+    ram = load(first, IN_RAM, name)
+    assert torch.equal(logits(ram, ids), want)
+    (held,) = host_tables(ram.runnable.model)
+    assert held.nbytes == table.disk_nbytes == 96 * (64 // 32 * 34)  # in its blocks
+    assert not disk_tables(ram.runnable.model)
+    done = CliRunner().invoke(
+        app, ["rules", "explain", str(folder / "rules.yaml"), str(first), "--json", "--devices", "cpu"]
+    )
+    assert done.exit_code == 0, done.output
+    (line,) = [one for one in json.loads(done.stdout)["modules"] if one["module"].endswith(name.rstrip("$"))]
+    assert (line["format"], line["device"], line["bytes"]) == ("q8_0", "cpu", held.nbytes)
 
 
 def test_a_fault_is_the_error_of_the_request(tmp_path: Path, generator: torch.Generator) -> None:
