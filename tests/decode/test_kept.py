@@ -56,7 +56,7 @@ def test_a_beginning_of_another(
         part.fill_(float("nan"))
     runner = GpuRunner(decoder, [], handoff=None, slots=4, context=64, rows=(1,), chunk=64)
     stepper = SlotStepper(runner)
-    first, second, third = (tokens_of(count, generator).tolist() for count in (30, 12, 9))
+    first, second, third = (tokens_of(count, generator).tolist() for count in (22, 6, 5))
     one = stepper.start()
     if not one.cuttable:
         one.mark(AT)
@@ -77,7 +77,7 @@ def test_a_beginning_of_another(
     kept.close()
     one.close()
     last = stepper.start()
-    last.begin(later, 31, 31)
+    last.begin(later, 23, 23)
     more = read(last, [7, 8])
     sequences = [
         (first, whole),
@@ -101,9 +101,9 @@ def test_logits_of_all_tokens(family: str, generator: torch.Generator) -> None:
     """In two pieces, the second of which begins from a page that is not full; more than a step's rows."""
     model = tiny(family, generator, **FAMILIES[family])
     runner = GpuRunner(
-        decoder_of(model, slots=1, context=64), [], handoff=None, slots=1, context=64, rows=(1,), chunk=20
+        decoder_of(model, slots=1, context=64), [], handoff=None, slots=1, context=64, rows=(1,), chunk=18
     )
-    tokens = tokens_of(37, generator)
+    tokens = tokens_of(25, generator)
     rows: list[torch.Tensor] = []
 
     def take(index: int, logits: torch.Tensor) -> None:
