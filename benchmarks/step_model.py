@@ -325,6 +325,9 @@ MEASURED = (
 
 SLOTS = 114  # a layer
 
+AHEAD = replace(H200, tail=450.0)
+"""The same with a host that has launched a step before it looks at the last one's token."""
+
 TRUE = Rates(H200.cpu, H200.pcie, lead=24.0, own=38.0)  # of the shared expert, too
 EARLY = Rates(H200.cpu, H200.copy, lead=24.0, own=24.0)
 
@@ -366,11 +369,13 @@ def main() -> None:
     print(
         "\npredicted: tok/s; microseconds a layer (CPU's work, how much later the GPU ends); experts a layer"
     )
+    cases = [(name, H200, policy) for name, policy in POLICIES.items()]
+    cases.append(("reads and moves at submit, host ahead", AHEAD, POLICIES["reads and moves at submit"]))
     for rows in options.rows:
-        for name, policy in POLICIES.items():
-            line = f"{name:34} {rows:2} "
+        for name, machine, policy in cases:
+            line = f"{name:37} {rows:2} "
             for routing in ("local", "uniform"):
-                found = simulate(H200, policy, routing, slots=SLOTS, rows=rows, **size)
+                found = simulate(machine, policy, routing, slots=SLOTS, rows=rows, **size)
                 line += (
                     f"| {routing} {found.tok_s:6.1f} {found.layer:6.0f} ({found.work:.0f}, {found.late:.0f})"
                 )

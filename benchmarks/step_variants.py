@@ -9,9 +9,10 @@ and PCIe take in this very run (hetero/engine/gpu/share.py).
 
 Variants: reads over PCIe ``late`` (by the kernels that compute them, where they lie) or ``early`` (from the
 submit on, into GPU memory); moves ``after`` the GPU's own share or ``soon`` (at once); how many; the split
-by the times of one row for all numbers of rows, as it was once; no share of PCIe. ``early, soon`` is the
-default of the product (HETERO_PCIE=early), ``late, after`` what HETERO_PCIE=late gives. About a minute, of
-which Triton's compiler takes a third. ``--device cpu`` runs the same by the kernels' interpreter, for tests.
+by the times of one row for all numbers of rows, as it was once; no share of PCIe; fewer bytes on their way.
+``early, soon`` is the default of the product (HETERO_PCIE=early), ``late, after`` what HETERO_PCIE=late
+gives. About a minute, of which Triton's compiler takes a third. ``--device cpu`` runs the same by the
+kernels' interpreter, for tests.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from hetero.engine.gpu import share
 from hetero.engine.gpu.port import LanePort
 from hetero.engine.handoff import Handoff
 from hetero.formats import parse_format
+from hetero.ops.gpu import cache
 from hetero.ops.gpu.hybrid import DirectPort, HybridExperts
 from hetero.ops.gpu.hybrid_shared import SIZES, HybridShared, Sides
 from hetero.ops.gpu.pinned import PinnedArena, pin_all
@@ -188,7 +190,8 @@ class Steps:
 
 class Variant(NamedTuple):
     """``rows_of_one``: the split by what a step of one row takes; ``most``: moves, None: as the split says;
-    ``alone``: no share of PCIe."""
+    ``alone``: no share of PCIe; ``programs``: of the kernels that move and that bring experts (16 KB of each
+    are on their way), None: as they are."""
 
     name: str
     early: bool
@@ -196,6 +199,7 @@ class Variant(NamedTuple):
     rows_of_one: bool = False
     most: int | None = None
     alone: bool = False
+    programs: tuple[int, int] | None = None
 
 
 VARIANTS = (
@@ -208,8 +212,11 @@ VARIANTS = (
     Variant("early, soon, one move", True, True, most=1),
     Variant("early, soon, two moves", True, True, most=2),
     Variant("no share, soon", True, True, alone=True),
+    Variant("early, soon, 12 move", True, True, programs=(12, 64)),
+    Variant("early, soon, 32 bring", True, True, programs=(24, 32)),
 )
 
+PROGRAMS = cache._FETCHERS, cache._BRINGERS
 NOMINAL = [Sides(33e-6, 58e-6, 24e-6, 24e-6)] * len(SIZES)  # where nothing can be measured
 
 
@@ -234,11 +241,14 @@ def compare(
             for kind in ROUTINGS
         }  # fmt: skip
         ready: Steps | None = None
+        captured: tuple[object, ...] = ()
         for variant in VARIANTS:
-            if ready is None or (ready.shared.early, ready.shared.soon) != (variant.early, variant.soon):
+            if ready is None or captured != (variant.early, variant.soon, variant.programs):
+                captured = variant.early, variant.soon, variant.programs
                 if ready is not None:
                     ready.close()
                 ready = None  # its memory goes before more is taken
+                cache._FETCHERS, cache._BRINGERS = variant.programs or PROGRAMS
                 shared = HybridShared(device, share=0.5, early=variant.early, soon=variant.soon)
                 ready = Steps(
                     experts, arenas, shared, slots=options.slots, rows=rows, steps=warm + steps + 2,

@@ -285,7 +285,7 @@ class PackedExperts:
         """The packed bytes of ``count`` experts where they lie, writable, each to its next page: for reads
         and writes without a copy. None where a placement cuts or copies experts: see ``save``, ``restore``.
 
-        The view must not outlive this object.
+        The view keeps this object, and so its memory.
         """
         if not 0 <= expert < expert + count <= self.spec.num_experts:
             raise ValueError(f"experts {expert} to {expert + count} of {self.spec.num_experts}")
@@ -293,7 +293,9 @@ class PackedExperts:
             return None
         stride = self._experts.stride
         start = self._experts.address + expert * stride
-        return memoryview((ctypes.c_uint8 * (count * stride)).from_address(start)).cast("B")
+        memory = (ctypes.c_uint8 * (count * stride)).from_address(start)
+        memory.owner = self  # type: ignore[attr-defined]
+        return memoryview(memory).cast("B")
 
     def save(self, expert: int, buffer: memoryview) -> None:
         """Copy the packed bytes of one expert into ``buffer``, ``whole_bytes`` long at least."""

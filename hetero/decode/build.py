@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from hetero.core import InputError
 from hetero.decode.experts import LayerExperts
 from hetero.decode.inputs import PAGE
-from hetero.ops.gpu.hybrid_shared import SideStream
 
 Routing = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(index among the MoE layers, ids int64 [T, k], weights float32 [T, k]) -> those that are used instead."""
@@ -34,10 +33,6 @@ class Build:
     pages: int  # in all
     routing: Routing | None = None
     moe_layers: int = 0  # made so far
-    side: SideStream = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.side = SideStream(self.device)
 
     @property
     def config(self) -> Any:

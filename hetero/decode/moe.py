@@ -19,10 +19,6 @@ from hetero.ops.gpu.route import route
 from hetero.ops.gpu.stamps import lap
 from hetero.trace import ROUTER, SHARED
 
-BESIDE = False
-"""Whether a step's shared expert runs on a stream of its own, beside the router and the hand-off; read when
-the step is captured."""
-
 
 class GatedMlp:
     """``down(silu(gate(x)) * up(x))``: a dense MLP, or a shared expert, whose own gate may come with it."""
@@ -87,10 +83,6 @@ class RoutedBlock:
 
     def begin_step(self, x: Normed, inputs: StepInputs) -> Callable[[], Sum]:
         """Up to where the CPU was told, and with the shared expert."""
-        shared: list[Tensor] = []
-        if self._shared is not None and BESIDE:
-            expert = self._shared
-            self._build.side.run(lambda: shared.append(expert.few(x)))
         fmt = self._router.format
         # Values cost no kernel; where the router is quantised and the shared expert not, one makes its rows.
         mine = x if fmt == self.format else x._replace(rows=plain_rows(fmt, x.x))
@@ -99,17 +91,11 @@ class RoutedBlock:
         experts = self._build.experts[self._index]
         lap(ROUTER)
         experts.submit(x.x, ids, weights)
-        if self._shared is not None and not shared:
-            shared.append(self._shared.few(x))
+        shared = None
+        if self._shared is not None:
+            shared = self._shared.few(x)
             lap(SHARED)
-
-        def end(kept: Normed = x) -> Sum:
-            main = experts.collect()
-            # x is kept until here, so that nothing takes its memory while the other stream reads it.
-            self._build.side.join()
-            return Sum(main, shared[0] if shared else None, outputs[1] if self._gated else None)
-
-        return end
+        return lambda: Sum(experts.collect(), shared, outputs[1] if self._gated else None)
 
     def begin_parts(self, x: Tensor) -> Callable[[], Sum]:
         """Up to where the CPU was told."""

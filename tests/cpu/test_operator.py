@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -786,3 +787,14 @@ def test_replicated_experts_are_made_of_their_sources(generator: torch.Generator
     )
     assert out.isfinite().all()
     assert not torch.equal(out[0], out[1])
+
+
+def test_a_view_keeps_the_experts() -> None:
+    """Whatever is made of it."""
+    experts = CpuExperts(ExpertSpec(4, 32, 16, 1), parse_format("int8"))
+    owner = weakref.ref(experts)
+    seen = torch.frombuffer(experts.view(1, 2), dtype=torch.uint8)[5:]
+    del experts
+    assert owner() is not None
+    del seen
+    assert owner() is None

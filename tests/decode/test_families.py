@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from hetero.core import InputError
-from hetero.decode import moe
 from tests.decode.tiny import (
     DEVICE,
     decoder_of,
@@ -89,19 +88,6 @@ def test_packed_layers(generator: torch.Generator) -> None:
     pairs += zip(step(packed, packed.inputs(2), rows), step(plain, plain.inputs(2), rows), strict=True)
     for got, wanted in pairs:
         assert 1e-4 < error(got, wanted) < 0.08
-
-
-def test_shared_experts_beside_the_others(
-    monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
-) -> None:
-    """On a stream of their own they give the same bits."""
-    kinds = ["full_attention"] * 2
-    decoder = decoder_of(tiny("qwen3_5_moe_text", generator, num_hidden_layers=2, layer_types=kinds))
-    inputs, rows = decoder.inputs(2), [(3, 0, 0), (9, 2, 0)]
-    wanted = step(decoder, inputs, rows).clone()
-    monkeypatch.setattr(moe, "BESIDE", True)
-    for _ in range(1 if DEVICE == "cpu" else 20):
-        assert torch.equal(step(decoder, inputs, rows), wanted)
 
 
 def test_choices_from_outside(generator: torch.Generator) -> None:

@@ -139,7 +139,7 @@ def test_follows_the_policy(slots: int, early: bool, generator: torch.Generator)
         worth = policy.step(set(used))
         held = set(before) | set(stays)
         came = set()
-        for _ in range(min(2 if not share or (early and len(ids) > 1) else 1, slots)):
+        for _ in range(min(2 if not share or (early and len(ids) > 2) else 1, slots)):
             absent = [expert for expert in range(EXPERTS) if expert not in held]
             may_go = [expert for expert in held if not (early and expert in used)]
             best = max(absent, key=lambda e: (worth[e], -e), default=None)

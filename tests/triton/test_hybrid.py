@@ -216,7 +216,7 @@ def test_the_split_ends_both_sides_together() -> None:
             assert ends[table[misses]] == min(ends)
     assert torch.equal(shared.split_of(3), shared.split_of(4))
     assert shared.split_of(8).tolist() == sides[3].split()
-    assert [shared.most_of(rows).item() for rows in (1, 2, 16, 40)] == [1, 2, 2, 2]
+    assert [shared.most_of(rows).item() for rows in (1, 2, 3, 16, 40)] == [1, 1, 2, 2, 2]
     saved = shared.shares().tolist()
     shared.set_share(0.0)
     assert [shared.most_of(rows).item() for rows in (1, 16)] == [2, 2]

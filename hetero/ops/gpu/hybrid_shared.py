@@ -175,8 +175,8 @@ class HybridShared:
         Between steps only.
 
         Sets how many moves there may be, too: where nothing is read, all that were asked for. Else one, since
-        moves that do not end with a layer's dense part slow the next one's reads; but two in steps of more
-        rows, which are long enough, if they begin soon.
+        moves that do not end with a layer's dense part slow the next one's reads; but two in steps of four
+        rows or more, which are long enough, if they begin soon (benchmarks/step_model.py).
         """
         values = torch.tensor(table, dtype=torch.int32)
         if values.dim() == 1:
@@ -187,7 +187,7 @@ class HybridShared:
         self._tables = values.tolist()
         for at, rows in enumerate(SIZES):
             reads = any(self._tables[at][: rows * _FEW + 1])
-            self._set_most(at, min(2 if self.soon and rows > 1 else 1, self.moves) if reads else self.moves)
+            self._set_most(at, min(2 if self.soon and rows > 2 else 1, self.moves) if reads else self.moves)
 
     def set_most(self, moves: int) -> None:
         """Moves of a layer and step from now on, up to those that were asked for in the beginning; captured
