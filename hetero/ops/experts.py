@@ -49,7 +49,7 @@ def make_backend(spec: ExpertSpec, options: Mapping[str, Any], name: str = "", l
 
         return KtExperts(
             spec,
-            _format(options.get("format", "int8")),
+            stated_format(options.get("format", "int8")),
             isa=options.get("isa", "auto"),
             threads=options.get("threads"),
         )
@@ -58,9 +58,9 @@ def make_backend(spec: ExpertSpec, options: Mapping[str, Any], name: str = "", l
         "threads": options.get("threads"),
         "numa": options.get("numa", "off"),
     }
-    fmt = _format(options.get("format", "f32"))
+    fmt = stated_format(options.get("format", "f32"))
     if "down_format" in options:
-        native["down_format"] = _format(options["down_format"])
+        native["down_format"] = stated_format(options["down_format"])
     slots = options.get("slots", {}).get(name)
     if slots is not None:
         from hetero.store.disk import DiskExperts
@@ -71,7 +71,8 @@ def make_backend(spec: ExpertSpec, options: Mapping[str, Any], name: str = "", l
     return CpuExperts(spec, fmt, **native)
 
 
-def _format(text: str) -> Format:
+def stated_format(text: str) -> Format:
+    """The format of an option, which a checkpoint may have decided."""
     known = text.partition(" ")[0].lower()
     return expected_format(text) if known in ("auto", "keep") else parse_format(text)
 

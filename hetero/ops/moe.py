@@ -13,12 +13,12 @@ from hetero.core import ExpertSpec, InputError
 from hetero.formats import BLOCK_ROWS
 from hetero.model.build import is_experts
 from hetero.model.moe_types import expert_spec
-from hetero.ops.experts import CpuExpertsOp, Pending, make_backend
+from hetero.ops.experts import CpuExpertsOp, Pending, make_backend, stated_format
 from hetero.ops.linear import Linear
 from hetero.ops.recipes import RECIPES, Recipe
 from hetero.ops.watch import layer_of
 from hetero.registry import register_op
-from hetero.rules.options import DEFAULT_FORMAT, expected_format
+from hetero.rules.options import DEFAULT_FORMAT
 
 
 def _options_of(experts: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -200,4 +200,6 @@ def _experts(
         raise InputError(
             f"experts on {device} need the package {error.name}: pip install {error.name}"
         ) from None
-    return GpuExpertsOp(spec, expected_format(options.get("format", DEFAULT_FORMAT)), device, layer=layer)
+    fmt = stated_format(options.get("format", DEFAULT_FORMAT))
+    down = stated_format(options["down_format"]) if "down_format" in options else fmt
+    return GpuExpertsOp(spec, fmt, device, down, layer=layer)

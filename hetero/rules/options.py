@@ -193,12 +193,16 @@ def _gpu_format(value: Value | None, device: str, what: str, names: Sequence[str
     if value is None:
         return
     try:
-        parsed = parse_choice(value.string("'format'")).fallback
+        choice = parse_choice(value.string("'format'"))
     except InputError as error:
         value.where.fail(f"{what}: {error}")
+    parsed = choice.fallback
     if parsed is None:
-        value.where.fail(f"{what} on '{device}' cannot keep a checkpoint's values; write a format")
-    if parsed.name not in names:
+        if choice.blocks:
+            value.where.fail(f"{what} on '{device}' are not read from the blocks of a file: write 'keep'")
+        if what != "experts":
+            value.where.fail(f"{what} on '{device}' cannot keep a checkpoint's values; write a format")
+    elif parsed.name not in names:
         valid = listed([name for name in names if not Format(name).kept_only])
         value.where.fail(f"{what} on '{device}': no kernels for {parsed}; it is one of {valid}")
 

@@ -59,6 +59,41 @@ def test_gpt_oss_keeps_mxfp4(tmp_path: Path) -> None:
     close(loaded.runnable.model, written.model, 0.05)
 
 
+ON_GPU = """
+vars: {experts: auto int4}
+rules:
+  - name: experts
+    match: {class: MoeBlock}
+    replace: {op: moe, device: "cuda:0", experts: {device: "cuda:0", format: "${experts}"}}
+  - name: rest
+    match: {name: '.*'}
+    replace: {op: keep, device: cpu}
+"""
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        ("awq", "keep the checkpoint's values: int4z g128"),
+        ("gptq-order", "nothing there keeps it: cuda:0 does"),
+    ],
+)
+def test_a_gpu_keeps_what_it_reads(
+    scheme: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as it goes without one: before weights are read."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    write_quantised(tmp_path, "qwen3_moe", SCHEMES[scheme])
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(ON_GPU)
+    ready = prepare(tmp_path, rules=rules)
+    assert any(words in note for note in ready.placement.notes), ready.placement.notes
+    wanted = SCHEMES[scheme].format if scheme == "awq" else "int4 g32"
+    found = [a.options["experts"]["formats"] for a in ready.placement.assignments if a.op == "moe"]
+    assert found
+    assert {pair for formats in found for pair in formats.values()} == {(wanted, wanted)}
+
+
 def test_another_format_is_requantised_and_said_so(tmp_path: Path) -> None:
     written = write_quantised(tmp_path, "qwen3_moe", SCHEMES["fp8"])
     loaded = load_model(tmp_path, overrides={"experts": "f32"})

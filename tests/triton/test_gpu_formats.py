@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from hetero.ops.gpu import expert_kernels, launch, linear_kernels
 from hetero.ops.gpu.codings import CODINGS
 from hetero.ops.gpu.experts import GpuExperts
 from hetero.ops.gpu.launch import ExpertLaunch, _cut, _reading
+from hetero.ops.gpu.op import GpuExpertsOp
 from hetero.ops.gpu.packed import capability, matrix_sizes
 from hetero.ops.gpu.tuning import cut_up
 from hetero.quant.pack import dequantise
@@ -116,6 +118,24 @@ def both(spec: ExpertSpec, up: str, down: str, generator: torch.Generator) -> tu
             theirs.put(expert, part, weight)
     assert theirs.missing() == []
     return fill(ours, weights), theirs
+
+
+def test_blocks_of_a_file_become_the_same_bytes(generator: torch.Generator) -> None:
+    pytest.importorskip("gguf")
+    from tests.cpu.ggml_blocks import random_blocks
+
+    spec, formats = ExpertSpec(1, 256, 256, 1), (parse_format("q4_k"), parse_format("q6_k"))
+    op, ours = GpuExpertsOp(spec, formats[0], DEVICE, formats[1]), CpuExperts(spec, *formats)
+    rng = np.random.default_rng(int(torch.randint(2**31, (), generator=generator)))
+    for part, kind in (("gate", "Q4_K"), ("up", "Q4_K"), ("down", "Q6_K")):
+        blocks = random_blocks(kind, 256, 256, rng)
+        assert op.format_of(part) == ours.format_of(part)  # type: ignore[arg-type]
+        op.put_ggml(0, part, kind, torch.from_numpy(blocks))
+        ours.put_ggml(0, part, kind, blocks)  # type: ignore[arg-type]
+    wanted = torch.empty(ours.whole_bytes, dtype=torch.uint8)
+    ours.save(0, wanted.numpy().data)
+    assert op.missing() == []
+    assert torch.equal(op.backend._memory[0].cpu(), wanted)
 
 
 MIXED = [

@@ -93,6 +93,26 @@ def test_a_block_on_the_cpu_has_no_cache(tmp_path: Path) -> None:
     assert "experts: 'share' needs its block on a GPU: write 'device: cuda:0' by 'op: moe'" in found
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("keep", ""),
+        ("auto mxfp4", ""),
+        ("auto f32", "experts on 'cuda:0': no kernels for f32; it is one of bf16, int8,"),
+        ("keep blocks", "experts on 'cuda:0' are not read from the blocks of a file: write 'keep'"),
+    ],
+)
+def test_formats_of_experts_on_a_gpu(tmp_path: Path, word: str, message: str) -> None:
+    text = BLOCK.replace("experts: {", "experts: {device: cuda:0, ", 1)
+    assert text.count("format: int4") == 1
+    path = write(tmp_path, text.replace("format: int4", f"format: {word}"))
+    if message:
+        assert f"my.yaml:4: rule 1 'experts': {message}" in error(path)
+    else:
+        options = next(place(path, devices=DEVICES).replacements()).options["experts"]
+        assert (options["device"], options["format"]) == ("cuda:0", word)
+
+
 def test_fused_layers_leave_their_parts_to_other_rules(tmp_path: Path) -> None:
     placement = place(write(tmp_path, BLOCK.replace("  - name: rest", FUSED, 1)), devices=DEVICES)
     layer = placement.by_module["model.layers.3"]

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from hetero.core import ActKind, ExpertSpec, InputError
-from hetero.formats import BLOCK_ROWS, GPU_FORMATS, Format, block_bytes
+from hetero.formats import BLOCK_ROWS, GPU_FORMATS, Format, block_bytes, on_gpu
 from hetero.ops.gpu import expert_kernels, grouped_kernels, hybrid_kernels
 from hetero.ops.gpu.codings import BY_UNITS, CODINGS, UNIT
 from hetero.ops.gpu.overlap import overlap
@@ -71,7 +71,7 @@ def check_format(spec: ExpertSpec, fmt: Format, device: object, down_format: For
     """Raises InputError for experts that the GPU's kernels cannot compute. ``down_format``: of down, if
     another."""
     for one in (fmt, down_format or fmt):
-        if one.name not in GPU_FORMATS or one.blocks or one.ordered:
+        if not on_gpu(one):
             raise InputError(
                 f"experts on {device}: format {one} is not read there; valid: {', '.join(GPU_FORMATS)}"
             )

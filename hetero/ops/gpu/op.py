@@ -17,10 +17,18 @@ class GpuExpertsOp(nn.Module):
     memory of ``device``. The tokens have to be there as well. ``layer``: index of the layer that holds it, -1
     where unknown; ``use``: which experts were chosen."""
 
-    def __init__(self, spec: ExpertSpec, fmt: Format, device: str, *, layer: int = -1) -> None:
+    def __init__(
+        self,
+        spec: ExpertSpec,
+        fmt: Format,
+        device: str,
+        down_format: Format | None = None,
+        *,
+        layer: int = -1,
+    ) -> None:
         super().__init__()
         self.spec = spec
-        self.backend = GpuExperts(spec, fmt, device)
+        self.backend = GpuExperts(spec, fmt, device, down_format)
         self.layer = layer
         self.use = ExpertUse(spec.num_experts)
 
@@ -30,6 +38,18 @@ class GpuExpertsOp(nn.Module):
 
     def missing(self) -> list[tuple[int, str]]:
         return self.backend.missing()
+
+    # Part of the loader's CodeSink.
+    def format_of(self, part: str) -> Format:
+        return self.backend.format_of(part)
+
+    def put_codes(
+        self, expert: int, part: str, codes: torch.Tensor, scales: torch.Tensor, extra: torch.Tensor | None
+    ) -> None:
+        self.backend.put_codes(expert, part, codes, scales, extra)
+
+    def put_ggml(self, expert: int, part: str, type_name: str, data: torch.Tensor) -> None:
+        self.backend.put_ggml(expert, part, type_name, data)
 
     def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pending:
         """Start on x [T, hidden] with ids and weights [T, k]: the work is queued behind what the stream
