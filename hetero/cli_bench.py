@@ -48,7 +48,7 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     dense: Annotated[
         str | None,
         typer.Option(
-            help="Dense layers: int8, int4 or bfloat16 on a GPU; float32, bfloat16 or float16 else."
+            help="Dense layers: int8, int4, fp8 or bfloat16 on a GPU; float32, bfloat16 or float16 else."
         ),
     ] = None,
     vram: Annotated[

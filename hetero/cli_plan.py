@@ -70,7 +70,7 @@ def plan(
         str | None, typer.Option("--format", help="Of experts. Default: that of the model's family.")
     ] = None,
     dense: Annotated[
-        str, typer.Option(help="Dense layers: auto, bfloat16, float16, float32 or int8.")
+        str, typer.Option(help="Dense layers: auto, bfloat16, float16, float32, int8, int4 or fp8.")
     ] = "auto",
     draft: Annotated[int, typer.Option(help="Tokens drafted for each step.")] = 0,
     accept: Annotated[float, typer.Option(help="Chance that a drafted token is right.")] = 0.7,

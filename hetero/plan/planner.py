@@ -21,11 +21,12 @@ from hetero.plan.tiers import (
     lay_out,
 )
 from hetero.plan.today import Today, plan_today
+from hetero.plan.workspace import DENSE_PACKED
 from hetero.rules.defaults import default_rules_for
 from hetero.rules.load import load_rules
 from hetero.rules.options import expected_format
 
-DENSE_WORDS = ("auto", *DENSE_WIDTH, "int8")
+DENSE_WORDS = ("auto", *DENSE_WIDTH, *DENSE_PACKED)
 SHORT_PROMPT = 512
 _WORTH = 1.1  # what dense layers in 8 bits must gain to be chosen where bfloat16 fits
 _SMALLER = ("int8", "int4")  # formats to fall back to where experts do not fit, in this order
@@ -217,8 +218,8 @@ def _waits(
         why = _unfused(layout)
         yield f"fused layers in one CUDA graph: transformers' modules run one by one, since {why}"
         yield "the hand-off inside the graph: activations are copied, and waited for, in every layer"
-        if layout.dense == "int8":
-            yield "dense layers in 8 bits: modules keep bfloat16"
+        if layout.dense in DENSE_PACKED:
+            yield f"dense layers in {layout.dense}: modules keep bfloat16"
     if request.draft:
         yield "drafts: there is no speculative decoding"
 

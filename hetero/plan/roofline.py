@@ -13,7 +13,7 @@ from hetero.plan.hardware import Hardware
 from hetero.plan.inventory import Inventory, Kind
 from hetero.plan.routing import Routing, misses, touched
 from hetero.plan.tiers import Layout, Request, dense_bytes, one_expert_bytes, value_width
-from hetero.plan.workspace import fused_dense_bytes
+from hetero.plan.workspace import DENSE_PACKED, fused_dense_bytes
 
 FUSED_LAUNCHES = 25  # kernels of a layer when norms, projections, gates and recurrence are fused
 # Operations of a layer of transformers' modules for one token, from graphs captured of four models.
@@ -150,7 +150,7 @@ def dense_terms(
     inventory: Inventory, hardware: Hardware, layout: Layout, fallback: bool = False
 ) -> list[Term]:
     """Dense weights that every token reads."""
-    dtype = "bfloat16" if fallback and layout.dense == "int8" else layout.dense
+    dtype = "bfloat16" if fallback and layout.dense in DENSE_PACKED else layout.dense
     if layout.fused and not fallback:
         size = fused_dense_bytes(inventory, layout.dense)
     else:

@@ -41,7 +41,7 @@ def rule_file(plan: Plan) -> str:
         fmt = plan.request.expert_format
         lines.append(f"  experts: {'keep' if plan.request.keep or fmt.kept_only else fmt}")
     if plan.today.fused is not None:
-        lines.append(f"  dense: {'int8' if plan.layout.dense == 'int8' else 'bf16'}")
+        lines.append(f"  dense: {'bf16' if plan.layout.dense == 'bfloat16' else plan.layout.dense}")
         if plan.today.table:
             lines.append(f"  table: {plan.today.table}")
         return "\n".join([*lines, f"extends: {plan.today.fused}"]) + "\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hetero.core import ExpertSpec, InputError, MachineError
-from hetero.formats import GPU_FORMATS, Format, expert_bytes, parse_format
+from hetero.formats import GPU_FORMATS, Format, expert_bytes
 from hetero.plan.hardware import Hardware
 from hetero.plan.inventory import Inventory, Kind
 from hetero.plan.kv import sequence_bytes
@@ -13,6 +13,7 @@ from hetero.plan.sizes import gib
 from hetero.plan.workspace import (
     CHUNK,
     CONTEXT,
+    DENSE_PACKED,
     LATER,
     LEAST_CHUNK,
     MOST_CHUNK,
@@ -36,7 +37,6 @@ PREFILL_CHUNK = 512  # tokens of a prompt that transformers' modules read at onc
 TABLE_WIDTH = 2  # bytes of a value of an n-gram table, which keeps the checkpoint's dtype
 LEAST_RESIDENT = 0.1  # of the experts that must lie in memory; with fewer, every token waits for the disk
 DENSE_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
-EIGHT_BITS = parse_format("int8")
 
 DEFAULT_CONTEXT = 4096
 """Tokens of a sequence where nobody says."""
@@ -133,17 +133,17 @@ def one_expert_bytes(spec: ExpertSpec, fmt: Format) -> int:
 
 
 def dense_bytes(inventory: Inventory, dtype: str) -> int:
-    """Bytes of dense weights: a dtype, or ``int8``: matrices of linear layers in int8 g32, the rest in
-    bfloat16."""
-    if dtype != "int8":
+    """Bytes of dense weights: a dtype, or a format of linear layers such as ``int8``: their matrices in it,
+    the rest in bfloat16."""
+    if dtype in DENSE_WIDTH:
         return inventory.dense_params * DENSE_WIDTH[dtype]
     rest = inventory.dense_params - inventory.matrix_params
-    return int(inventory.matrix_params * EIGHT_BITS.bits_per_weight / 8) + 2 * rest
+    return int(inventory.matrix_params * DENSE_PACKED[dtype].bits_per_weight / 8) + 2 * rest
 
 
 def value_width(dtype: str) -> int:
     """Bytes of a value of activations, keys and values beside dense layers of this dtype."""
-    return 2 if dtype == "int8" else DENSE_WIDTH[dtype]
+    return DENSE_WIDTH.get(dtype, 2)
 
 
 def lay_out(inventory: Inventory, hardware: Hardware, request: Request, dense: str) -> Layout:
@@ -178,7 +178,7 @@ def lay_out(inventory: Inventory, hardware: Hardware, request: Request, dense: s
         gpu.require(
             "the plan",
             "a smaller --ctx or --concurrency, "
-            + ("" if dense == "int8" else "dense layers in 8 bits (--dense int8), ")
+            + ("" if dense in DENSE_PACKED else "dense layers in 8 bits (--dense int8), ")
             + "or --vram 0 for the CPU alone",
         )
         staging = 0 if fused else STAGING

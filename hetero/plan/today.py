@@ -40,7 +40,7 @@ from hetero.plan.tiers import (
     reordered_bytes,
     sequences_bytes,
 )
-from hetero.plan.workspace import fused_rules
+from hetero.plan.workspace import DENSE_PACKED, fused_rules
 
 HOP_US = 60.0  # a layer's activations to the CPU and back by blocking copies
 _RESERVED = 0.1  # of main memory, that the disk tier leaves alone
@@ -74,7 +74,7 @@ def plan_today(
         steps = tuple(estimate(inventory, hardware, request, layout, one) for one in routings)
         tiers = tuple(tier for tier in (layout.gpu, layout.ram, layout.disk) if tier is not None)
         return Today("bfloat16", (), "ram", 1.0, steps, None, fused, layout.table, tiers)
-    dtype = "bfloat16" if layout.dense == "int8" else layout.dense
+    dtype = "bfloat16" if layout.dense in DENSE_PACKED else layout.dense
     gpu, gpu_layers, why_not = _on_gpu(inventory, request, layout, dtype)
     ram, disk = Tier(layout.ram.name, layout.ram.capacity), Tier(layout.disk.name, None)
     share, table, missing = _in_ram(inventory, request, layout, gpu_layers, ram=ram, disk=disk)

@@ -32,12 +32,17 @@ STAGING = 288 * MIB  # two buffers of experts that cross the bus, and rooms for 
 SLACK = 512 * MIB  # that torch takes from the driver and does not fill: 400 to 490 MiB
 PAIRS = 8192  # rows of experts that a large step computes at once
 _FLOAT = 4
-_DENSE = {"bfloat16": None, "int8": parse_format("int8")}
+DENSE_PACKED = {word: parse_format(word) for word in ("int8", "int4", "fp8")}
+"""Formats that fused layers may have linear layers in, besides bfloat16."""
 
 
 def fuses(inventory: Inventory, dense: str) -> bool:
     """Whether the shipped rules fuse this model's layers on a GPU with dense layers of that kind."""
-    return bool(inventory.sites) and dense in _DENSE and fused_rules(inventory.model_type) is not None
+    return (
+        bool(inventory.sites)
+        and dense in ("bfloat16", *DENSE_PACKED)
+        and fused_rules(inventory.model_type) is not None
+    )
 
 
 @lru_cache(maxsize=64)
@@ -50,7 +55,7 @@ def fused_dense_bytes(inventory: Inventory, dense: str) -> int:
     """Bytes of dense weights in GPU memory, all of which every token reads: those that the rules pack in
     ``dense``, the others in bfloat16. Embeddings stay in main memory."""
     packed = _packed_names(inventory.model_type)
-    fmt = _DENSE[dense]
+    fmt = DENSE_PACKED.get(dense)
     total = 0.0
     for weight in inventory.weights:
         if weight.kind in (Kind.EXPERTS, Kind.TABLE):

@@ -149,10 +149,8 @@ def run_layout(options: Options, series: Series, inventory: Inventory, gpu: int 
     request = replace(everything_in_memory(options, series), vram=gpu or 0)
     if options.gpu and not fuses(options.rules):
         inventory = replace(inventory, model_type="")  # transformers' modules
-    # The plan does not know 4 bits: a little more than they take.
-    dense = "int8" if options.dense == "int4" else options.dense
     try:
-        return lay_out(inventory, _machine(gpu), request, dense)
+        return lay_out(inventory, _machine(gpu), request, options.dense)
     except MachineError as error:
         text = str(error).removeprefix("the plan").rpartition(";")[0]
         cap = "" if options.vram is None else f" by --vram {gib(options.vram)}"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hetero.model.shapes import ModelRef
 
 GPU = "cuda:0"
-DENSE_GPU = ("bfloat16", "int8", "int4")
+DENSE_GPU = ("bfloat16", "int8", "int4", "fp8")
 DENSE_CPU = ("float32", "bfloat16", "float16")
 
 

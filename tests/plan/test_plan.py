@@ -100,6 +100,8 @@ def test_dense_weights_as_the_rules_have_them() -> None:
     assert packed < 1.01 * (2 * kept + (model.dense_params - 248320 * 2560 - kept) * 8.5 / 8)
     assert workspace.streams(model) == 4
     assert workspace.streams(small()) == 1
+    sizes = [fused_dense_bytes(model, dense) for dense in ("int4", "fp8", "int8", "bfloat16")]
+    assert sizes == sorted(sizes)
     assert not fuses(model, "float32")
     assert not fuses(replace(model, model_type="another"), "int8")
 
@@ -363,7 +365,7 @@ def test_what_does_not_fit_is_refused_with_numbers() -> None:
         ({"concurrency": 0}, "--concurrency 0"),
         ({"draft": -1}, "--draft -1: must be from 0"),
         ({"accept": 1.5}, "--accept 1.5: must be from 0 to 1"),
-        ({"dense": "int2"}, "--dense int2: must be one of auto"),
+        ({"dense": "int2"}, "--dense int2: must be one of auto, .*, int4, fp8"),
         ({"prompt": 0}, "--prompt 0"),
     ],
 )
@@ -401,7 +403,7 @@ def test_dense_layers_in_eight_bits_where_that_gains() -> None:
 def test_what_the_rules_lack_is_told() -> None:
     plan = make_plan("m", flagship(), machine(ram=64 * GIB), asked(draft=2))
     told = " ".join(plan.waits)
-    for word in ("cache", "PCIe", "graph", "hand-off", "8 bits", "drafts", "which lacks"):
+    for word in ("cache", "PCIe", "graph", "hand-off", "dense layers in int8", "drafts", "which lacks"):
         assert word in told
     alone = make_plan("m", small(), machine(gpu=False), asked())
     assert (alone.waits, alone.today.why_not) == ((), None)

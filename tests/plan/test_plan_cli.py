@@ -107,6 +107,11 @@ def test_written_rules_are_accepted(name: str, hardware: str, tmp_path: Path) ->
     devices = ("cpu", "cuda:0") if hardware.startswith("rtx") else ("cpu",)
     placed = match(rules, modules, devices=devices, model_type=told["model_type"])
     assert placed.notes == ()
+    if told["today"]["fused"]:
+        moe = [one for one in placed.assignments if one.op == "moe"]
+        assert {one.op for one in placed.assignments} >= {"fused", "linear"}
+        assert all(one.options["experts"]["cache"].is_auto for one in moe)
+        assert all(one.options["experts"]["share"] is None for one in moe)
     assert str(rules.variables["experts"]) == told["request"]["format"]
     dtype = "bfloat16" if told["dense"] == "int8" else told["dense"]
     found = totals(explain(placed, modules, dtype))
@@ -138,7 +143,7 @@ def test_rules_check_takes_the_written_file(tmp_path: Path) -> None:
         (("--hardware", "no-such.json"), "neither a file nor a shipped profile"),
         (("--ctx", "-1"), "--ctx -1: must be from 1"),
         (("--format", "int5"), "unknown weight format 'int5'"),
-        (("--dense", "int4"), "--dense int4: must be one of"),
+        (("--dense", "int3"), "--dense int3: must be one of"),
         (("--counts", "no-such.json"), "--counts no-such.json: cannot be read"),
         (("--write", "/no/such/folder/rules.yaml"), "--write /no/such/folder/rules.yaml: cannot be written"),
     ],
