@@ -119,6 +119,57 @@ def test_experts_on_all_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert relative(found["50%"], found["0"]) < 0.01
 
 
+def test_a_cache_fills_what_is_left_once_a_prompt_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a device's memory that is counted by the test: begun with few slots, filled, and as good as any."""
+    from hetero.engine.gpu import fuse as fusing
+    from hetero.engine.gpu import room
+
+    save_tiny("qwen3_moe", tmp_path, num_hidden_layers=1, mlp_only_layers=[], num_experts=32)
+    loaded = load(tmp_path, "int8", "bfloat16")
+    sites = [
+        replace(site, cache=parse_cache("auto"), share=0.0)
+        for site in find_sites(loaded.runnable.model, loaded.placement)
+    ]
+    monkeypatch.setattr(fusing, "find_sites", lambda model, placement: sites)
+    monkeypatch.setattr(fusing.Fusing, "_handoff", lambda self, numbers: None)
+    monkeypatch.setattr(room, "LATER", 1000)
+    read: list[int] = []
+    longest = GpuRunner.read_longest
+
+    class Counted:
+        """Room for the first slots and nine more, and the margin."""
+
+        used = 0
+
+        @property
+        def left(self) -> int:
+            return 9 * -(-sites[0].experts.whole_bytes // 4096) * 4096 + 1000
+
+        def hold(self) -> None:
+            pass
+
+    def spy(self: GpuRunner) -> None:
+        read.append(sum(one.slots for one in self.experts))  # type: ignore[attr-defined]
+        longest(self)
+
+    monkeypatch.setattr(GpuRunner, "read_longest", spy)
+    memory: Any = Counted()
+    told: list[str] = []
+    options = GpuOptions(slots=1, context=CONTEXT)
+    runner = fuse(loaded.runnable.model, loaded.placement, "cpu", options, vram=memory, say=told.append)
+    assert read == [room.FEW, room.FEW + 9]
+    assert any(text.startswith(f"{room.FEW + 9} of 32 experts lie in GPU memory") for text in told)
+    slot = runner.claim()
+    runner.prefill(slot, [7, 20, 33])
+    out = runner.step([(slot, 5)])
+    assert out.logits is not None
+    assert torch.isfinite(out.logits).all()
+    assert sum(runner.reads()["gpu"]) + sum(runner.reads()["cpu"]) > 0
+    runner.close()
+
+
 # Few layers of every kind: the interpreter takes its time.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
