@@ -122,7 +122,7 @@ def test_experts_on_all_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_cache_fills_what_is_left_once_a_prompt_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a device's memory that is counted by the test: begun with few slots, filled, and as good as any."""
+    """With a device's memory that is counted by the test: few slots first, then all that fit."""
     from hetero.engine.gpu import fuse as fusing
     from hetero.engine.gpu import room
 
