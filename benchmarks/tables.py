@@ -3,9 +3,9 @@
     python benchmarks/tables.py --gib 4 --tokenizer tokenizer.json --text moby_dick.txt --json out.json
 
 A table of random rows is written to --folder. "Cold" is with the file taken out of the page cache before,
-"page cache" right after, through a cache of rows that is empty, "row cache" once more: each the median of --rounds.
-Beside them ways to read that are not used: one row after the other, and by threads. With a tokenizer, the
-n-grams of texts (two and three tokens, eight rows each, as qwen4_exp has them) are looked up in caches of
+"page cache" right after, through a cache of rows that is empty, "row cache" once more: each the median of
+--rounds. Beside them ways to read that are not used: one row after the other, and by threads. With a tokenizer,
+the n-grams of texts (two and three tokens, eight rows each, as qwen4_exp has them) are looked up in caches of
 several sizes, a token at a time from an empty cache, and a prompt of 4096 tokens is read from the file.
 """
 
@@ -151,10 +151,8 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         files = write(Path(folder) / "table.bin", given.gib)
-        found: dict[str, Any] = {
-            "gib": given.gib,
-            "ms": by_rows(files, given.rounds, np.random.default_rng()),
-        }
+        times = by_rows(files, given.rounds, np.random.default_rng())
+        found: dict[str, Any] = {"gib": given.gib, "ms": times}
         for line in times:
             print(", ".join(f"{way} {value:.3f}" for way, value in line.items()))
         if given.tokenizer is not None:
