@@ -12,8 +12,8 @@ from hetero.engine.forward import AnyStepper
 from hetero.engine.job import Job
 from hetero.kv.prefix import Entry, PrefixStore, best, common
 
-# Sequences kept, for each slot, and the part of the memory that they may take; how many where they share
-# their memory, which ends before.
+# Sequences kept, for each slot, and the part of the memory that they may take, at least that of one slot; how
+# many where they share their memory, which ends before.
 KEPT_PER_SLOT, KEPT_PART, KEPT_SHARED = 4, 4, 64
 # Prompts whose tokens are remembered, to see where new ones fork from them.
 PROMPTS = 32
@@ -36,7 +36,7 @@ class Reuse:
         lock: AbstractContextManager[Any],
         room: Callable[[], int],
     ) -> None:
-        most, held = slots * KEPT_PER_SLOT, tokens // KEPT_PART
+        most, held = slots * KEPT_PER_SLOT, tokens // min(slots, KEPT_PART)
         if stepper.shares:
             most, held = max(most, KEPT_SHARED), tokens
         self.store = PrefixStore(most, held, stepper)
