@@ -56,7 +56,7 @@ def map_names(model: Any, tensors: Iterable[str]) -> NameMap:
     expected = model.state_dict(keep_vars=True)
     transforms = hf.get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, hf.WeightRenaming)]
-    converters = [entry for entry in transforms if isinstance(entry, hf.WeightConverter)]
+    converters = [entry for entry in transforms if isinstance(entry, hf.WeightConverter)] + _others(model)
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     ignored = _ignored(model)
     result = NameMap()
@@ -92,6 +92,22 @@ def map_names(model: Any, tensors: Iterable[str]) -> NameMap:
             by_name[renamed].sources[pattern].append(full_name)
     result.targets = list(by_name.values())
     return result
+
+
+def _others(model: Any) -> list[Any]:
+    """Conversions that transformers lacks: where a tool gave each expert matrices of its own."""
+    if model.config.get_text_config().model_type != "llama4_text":
+        return []
+    experts = "feed_forward.experts"
+    stacked, turned = hf.MergeModulelist(dim=0), hf.Transpose(1, 2)
+    return [
+        hf.WeightConverter(
+            [f"{experts}.*.gate_proj.weight", f"{experts}.*.up_proj.weight"],
+            f"{experts}.gate_up_proj",
+            [stacked, hf.Concatenate(dim=1), turned],
+        ),
+        hf.WeightConverter(f"{experts}.*.down_proj.weight", f"{experts}.down_proj", [stacked, turned]),
+    ]
 
 
 def _strip(name: str, prefix: str) -> str | None:

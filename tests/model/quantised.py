@@ -450,13 +450,17 @@ def write_quantised(folder: Path, model_type: str, scheme: Scheme, config: Any =
             stored[name] = dequantised[name] = tensor
             continue
         # Gate and up of an expert see the same inputs, which is what tools take the order of columns from.
-        inputs = name if scheme.apart else name.replace("gate_proj", "up_proj")
-        _orders.manual_seed(zlib.crc32(inputs.encode()))
+        order_by(name if scheme.apart else name.replace("gate_proj", "up_proj"))
         parts, values[name] = scheme.make(tensor)
         stored |= {name.removesuffix("weight") + ending: part for ending, part in parts.items()}
         dequantised[name] = values[name].float()
     write_files(folder, stored | scheme.extra, scheme.config, scheme.config_file)
     return Written(folder, values, set(plain), _reference(folder, dequantised))
+
+
+def order_by(inputs: str) -> None:
+    """What columns are shuffled by from here on."""
+    _orders.manual_seed(zlib.crc32(inputs.encode()))
 
 
 def write_gpt_oss(folder: Path, config: Any = None) -> Written:
