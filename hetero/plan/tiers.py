@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hetero.core import ExpertSpec, InputError, MachineError
-from hetero.formats import GPU_FORMATS, Format, expert_bytes
+from hetero.formats import Format, expert_bytes
+from hetero.formats import on_gpu as gpu_reads
 from hetero.plan.hardware import Hardware
 from hetero.plan.inventory import Inventory, Kind
 from hetero.plan.kv import sequence_bytes
@@ -183,7 +184,7 @@ def lay_out(inventory: Inventory, hardware: Hardware, request: Request, dense: s
         )
         staging = 0 if fused else STAGING
         # In a format that no kernel of a GPU reads the CPU computes all.
-        readable = not fused or request.expert_format.name in GPU_FORMATS
+        readable = not fused or gpu_reads(request.expert_format)
         if count and readable and gpu.free > staging:
             slots = min(count, int((gpu.free - staging) // (experts / count)))
         if slots:

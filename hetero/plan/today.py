@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hetero.core import MachineError
-from hetero.formats import GPU_FORMATS
+from hetero.formats import on_gpu
 from hetero.plan.estimate import estimate
 from hetero.plan.hardware import Hardware
 from hetero.plan.inventory import Inventory, Kind
@@ -117,12 +117,7 @@ def _on_gpu(
     free = gpu.free
     for site in inventory.sites:
         size = site.spec.num_experts * one_expert_bytes(site.spec, request.expert_format)
-        if (
-            site.layer is None
-            or site.spec.staged
-            or request.keep
-            or request.expert_format.name not in GPU_FORMATS
-        ):
+        if site.layer is None or site.spec.staged or not on_gpu(request.expert_format):
             continue
         if size <= free:
             layers.append(site.layer)
