@@ -4,7 +4,7 @@
 
 A table of random rows is written to --folder. "Cold" is with the file taken out of the page cache before,
 "page cache" right after, through a cache of rows that is empty, "row cache" once more: each the median of
---rounds. Beside them ways to read that are not used: one row after the other, and by threads. With tokens,
+--rounds. Beside them ways to read that are not used: one row after the other, and by threads. With texts,
 n-grams of texts (two and three tokens, eight rows each, as qwen4_exp has them) are looked up in caches of
 several sizes, a token at a time from an empty cache, and a prompt of 4096 tokens is read from the file.
 """

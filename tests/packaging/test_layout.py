@@ -25,4 +25,4 @@ def test_extension_has_few_importers() -> None:
         for path in PACKAGE.rglob("*.py")
         if imports_extension(path.read_text())
     }
-    assert importers == {"cpu.py", "cpu_pool.py", "kernel_choice.py", "quant/ggml.py"}
+    assert importers == {"cpu.py", "cpu_pool.py", "kernel_choice.py", "quant/fields.py", "quant/ggml.py"}
