@@ -56,6 +56,8 @@ class AnyStepper(Keeper, Protocol):
     def together(self) -> bool: ...
     @property
     def shares(self) -> bool: ...
+    @property
+    def states(self) -> bool: ...
     def shared(self, cache: Any, used: int) -> int: ...
     def needs(self, wanted: Iterable[tuple[Any, int]]) -> int: ...
     def on_shortage(self, give_up: Callable[[], bool]) -> None: ...
@@ -71,9 +73,10 @@ class Stepper(Copies):
 
     ``rows``: make the model able to step several at once, where its type can; ``close`` gives it back.
     ``shares``: whether a sequence that begins from another's tokens holds the same memory, at no cost.
+    ``states``: whether sequences are known to have states that can be kept and not cut.
     """
 
-    shares = False
+    shares = states = False
 
     def __init__(self, model: nn.Module, rows: bool = False) -> None:
         self._model = model

@@ -29,7 +29,8 @@ class Request:
     the same of the prompt's tokens, in the result; with it ``max_tokens`` may be 0, for no answer at all.
     ``deadline_s``: seconds from submission after which the answer ends as it is. ``client``: whose turn in
     the queue it takes. ``grammar``: what the answer must look like; it ends when the grammar does.
-    ``visible``: special tokens that show in the text, which otherwise leaves them out.
+    ``visible``: special tokens that show in the text, which otherwise leaves them out. ``alike``: tokens of
+    another prompt that somebody may send: where this one parts from it, it is worth keeping what was read.
 
     Raises InputError for an empty prompt, an empty stop string, and a number outside its range.
     """
@@ -45,6 +46,7 @@ class Request:
     client: str = ""
     grammar: Grammar | None = None
     visible: frozenset[int] = frozenset()
+    alike: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt:

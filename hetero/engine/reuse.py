@@ -23,7 +23,8 @@ class Reuse:
     """Of sequences of ``stepper`` in ``slots``, which hold ``tokens`` together.
 
     ``on``: whether anything is kept. ``lock``: around ``store``, which other threads look at; reentrant.
-    ``room``: the tokens that may be kept now, under the lock.
+    ``room``: the tokens that may be kept now, under the lock. ``states``: whether what is kept cannot be cut,
+    as far as that is known beforehand.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Reuse:
         if stepper.shares:
             most, held = max(most, KEPT_SHARED), tokens
         self.store = PrefixStore(most, held, stepper)
+        self.states = on and stepper.states
         self._on, self._lock, self._room = on, lock, room
         self._prompts: deque[tuple[int, ...]] = deque(maxlen=PROMPTS)
         stepper.on_shortage(self._give_up)
@@ -63,9 +65,9 @@ class Reuse:
         return max((each for each in known if each is not None), key=lambda each: each[1], default=None)
 
     def note(self, job: Job) -> None:
-        """Remember a prompt, and tell its job where it parts from earlier ones."""
+        """Remember a prompt, and tell its job where it parts from earlier ones and from what may come."""
         prompt = job.request.prompt
-        job.fork = max((common(prompt, other) for other in self._prompts), default=0)
+        job.fork = max(common(prompt, other) for other in (*self._prompts, job.request.alike))
         if prompt not in self._prompts:
             self._prompts.append(prompt)
 

@@ -113,6 +113,11 @@ class Scheduler:
         """Requests that it holds at once, in slots and in the queue."""
         return self._slots + self._max_queue
 
+    @property
+    def states(self) -> bool:
+        """Whether a request's ``alike`` is of use: states are kept where prompts part."""
+        return self._reuse.states
+
     def check(self, request: Request) -> int:
         """Tokens that this request may make at most. Raises InputError when it cannot run at all."""
         limit = check(self.runnable, request)

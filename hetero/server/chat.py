@@ -79,6 +79,9 @@ def plan_of(state: AppState, body: ChatBody, client: str) -> Plan:
     state.check_text(prompt)
     ids = tuple(tokenizer.encode_rendered(prompt))
     vocabulary = state.engine.runnable.vocabulary
+    alike: tuple[int, ...] = ()
+    if state.engine.states:
+        alike = state.openings.of(tokenizer, body.messages, wanted.tools, variables)
     requests = [
         Request(
             ids,
@@ -90,6 +93,7 @@ def plan_of(state: AppState, body: ChatBody, client: str) -> Plan:
             client=client,
             grammar=grammar,
             visible=visible,
+            alike=alike,
         )
         for number in range(body.choices)
     ]

@@ -12,6 +12,7 @@ from hetero.engine.request import Piece, QueueFull, Request, Result
 from hetero.server.dialects import Dialect, choose
 from hetero.server.grammars import Grammars
 from hetero.server.metrics import Metrics
+from hetero.server.openings import Openings
 
 if TYPE_CHECKING:
     from hetero.engine.scheduler import Handle, Scheduler
@@ -49,6 +50,7 @@ class AppState:
     reasoning_format: str = "auto"
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    openings: Openings = field(default_factory=Openings)
     _engine: Scheduler | None = None
     _dialect: Dialect | None = None
     _grammars: Grammars | None = None

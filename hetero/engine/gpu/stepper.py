@@ -142,6 +142,11 @@ class SlotStepper:
     def __init__(self, runner: GpuRunner) -> None:
         self._runner = runner
 
+    @property
+    def states(self) -> bool:
+        keeping = self._runner.keeping
+        return keeping.able and not keeping.cuttable
+
     def start(self) -> SlotSequence:
         """A new, empty sequence. Raises HeteroError where all slots are taken."""
         return SlotSequence(self._runner)
