@@ -9,15 +9,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from hetero.config import settings
 from hetero.engine.sample import Scored
 from hetero.kv.prefix import Copies, Keeper
 from hetero.model.caches import copied, copyable, cuttable, host_bytes
 from hetero.model.rows import RowsModel, takes_rows
+
+if TYPE_CHECKING:
+    from hetero.engine.gpu.plain import PlainGraphs
 
 # For so many rows a step, an expert computes the same for a row whatever the others are.
 MOST_ROWS = 16
@@ -91,6 +95,11 @@ class Stepper(Copies):
         # Ids go to where the embedding is, which need not be where the first parameter is.
         embedding = model.get_input_embeddings()  # type: ignore[operator]
         self._device = embedding.weight.device
+        self.graphs: PlainGraphs | None = None
+        if self._device.type == "cuda" and self._cache_name == "past_key_values" and settings().graphs:
+            from hetero.engine.gpu.plain import PlainGraphs  # needs the extension, which others do without
+
+            self.graphs = PlainGraphs(model, self._device, self._fixed | self._last_only)
 
     @property
     def together(self) -> bool:
@@ -114,10 +123,14 @@ class Stepper(Copies):
         if self._rows is not None:
             self._rows.release()
             self._rows = None
+        if self.graphs is not None:
+            self.graphs.close()
 
     def start(self) -> Sequence:
         """A new, empty sequence."""
-        return Sequence(self._model, self._fixed, self._last_only, self._cache_name, self._device)
+        made = Sequence(self._model, self._fixed, self._last_only, self._cache_name, self._device)
+        made.graphs = self.graphs
+        return made
 
     def advance(self, sequences: Many[Sequence], tokens: Many[int], foreseen: bool = False) -> Tensor:
         """Logits [n, V] after one token for each of n <= MOST_ROWS sequences, n = 1 unless ``together``.
@@ -153,29 +166,37 @@ class Sequence:
     ) -> None:
         self._model, self._fixed, self._last_only = model, fixed, last_only
         self._name, self._device = name, device
-        self.cache: Any = None
+        self.held: Any = None
+        self.graphs: PlainGraphs | None = None
         self.length = 0
+
+    @property
+    def cache(self) -> Any:
+        """In memory of its own. (``held`` may see that of a graph.)"""
+        if self.graphs is not None:
+            self.graphs.release(self)
+        return self.held
 
     @property
     def keepable(self) -> bool:
         """Whether other sequences may start from this one's cache."""
-        return copyable(self.cache)
+        return copyable(self.held)
 
     @property
     def cuttable(self) -> bool:
         """Whether they may start from a shorter beginning of it."""
-        return cuttable(self.cache)
+        return cuttable(self.held)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the cache in the machine's memory."""
-        return host_bytes(self.cache)
+        return host_bytes(self.held)
 
     def begin(self, cache: Any, held: int, used: int, *, own: bool = False) -> None:
         """Start from a copy of a cache that holds ``held`` tokens, with the first ``used`` of them; ``own``:
         from the cache itself, which nobody else begins from."""
         with torch.inference_mode():
-            self.cache = copied(cache, held - used, clone=not own)
+            self.held = copied(cache, held - used, clone=not own)
         self.length = used
 
     def settle(self) -> None:
@@ -202,11 +223,17 @@ class Sequence:
 
     def close(self) -> None:
         """Free what it holds; it is used no more."""
-        self.cache = None
+        if self.graphs is not None:
+            self.graphs.forget(self)
+        self.held = None
 
     def advance(self, tokens: list[int], foreseen: bool = False) -> Tensor:
         """Logits [V] after appending ``tokens`` [n >= 1]. Under inference mode. ``foreseen`` changes
         nothing."""
+        if len(tokens) == 1 and self.graphs is not None and self.graphs.serves(self):
+            logits = self.graphs.step(self, tokens[0])
+            if logits is not None:
+                return logits
         return self._forward(tokens, self._last_only)[-1]
 
     def advance_each(self, tokens: list[int], take: Callable[[int, Tensor], None]) -> Tensor:
@@ -219,7 +246,7 @@ class Sequence:
     def _forward(self, tokens: list[int], keep: dict[str, Any]) -> Tensor:
         ids = torch.tensor([tokens], dtype=torch.long, device=self._device)
         output = self._model(input_ids=ids, **{self._name: self.cache}, **self._fixed, **keep)
-        self.cache = output[self._name]
+        self.held = output[self._name]
         self.length += len(tokens)
         logits: Tensor = output.logits
         return logits[0]

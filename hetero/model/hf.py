@@ -15,7 +15,9 @@ from transformers.cache_utils import (
     DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
+    StaticLayer,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -59,12 +61,14 @@ __all__ = [
     "DynamicCache",
     "DynamicIndexedLayer",
     "DynamicLayer",
+    "DynamicSlidingWindowLayer",
     "GradientCheckpointingLayer",
     "Interleave",
     "LinearAttentionCacheLayerMixin",
     "MergeModulelist",
     "PreTrainedConfig",
     "PreTrainedModel",
+    "StaticLayer",
     "Transpose",
     "WeightConverter",
     "WeightRenaming",

@@ -144,6 +144,8 @@ class CpuExpertsOp(nn.Module):
         self.overlap = overlap
         self.layer = layer
         self.use = ExpertUse(spec.num_experts)
+        # Who takes the tokens instead, while a step is recorded: gives something to ``collect``.
+        self.handed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any] | None = None
         self._gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         if spec.staged:
             if original is None:
@@ -181,6 +183,8 @@ class CpuExpertsOp(nn.Module):
 
     def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pending:
         """Start on x [T, hidden] with ids and weights [T, k]. x must not change before ``collect``."""
+        if self.handed is not None:
+            return self.handed(x, ids, weights)  # type: ignore[no-any-return]
         watched = recorder.active
         leaves = self.overlap or x.device.type != "cpu"
         away = Away(self.layer, x) if watched and leaves else None

@@ -21,54 +21,19 @@ from hetero.engine.gpu.fuse import find_sites
 from hetero.engine.gpu.port import LanePort
 from hetero.engine.gpu.runner import GpuRunner
 from hetero.engine.handoff import Handoff
-from hetero.engine.handoff_backends import ThreadBackend
 from hetero.engine.synthetic import load_synthetic
 from hetero.ops.gpu.hybrid import HybridExperts
 from hetero.ops.gpu.hybrid_shared import HybridShared
 from tests.engine.handoffs import POINTS, SPEC, STALL, THROW, make_experts
 from tests.engine.paged import PagedDecoder
 from tests.engine.test_step_with_handoff import SHAPE
-from tests.engine.twins import TwinMeans
+from tests.engine.twins import PlayedFlags, TwinMeans
 from tests.model.parity import relative
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on the device")
 
 
-class Played:
-    """A hand-off whose flags go through twins, one for each operation, which are replayed when a step comes
-    to them."""
-
-    def __init__(self, handoff: Handoff) -> None:
-        backend = handoff.backend
-        assert isinstance(backend, ThreadBackend)
-        self._backend, self.lanes, self.layers = backend, handoff.lanes, handoff.layers
-        self.payload = handoff.payload
-        self.log: list[tuple[str, int, int]] = []
-        for lane in range(handoff.lanes):
-            for layer in range(handoff.layers):
-                backend.stream(self._index(lane, layer))
-                handoff.record_submit(lane, layer)
-                backend.stream(self._index(lane, layer) + 1)
-                handoff.record_collect(lane, layer)
-
-    def _index(self, lane: int, layer: int) -> int:
-        return 2 * (lane * self.layers + layer)
-
-    def record_submit(self, lane: int, layer: int) -> None:
-        self.log.append(("submit", lane, layer))
-        self._play(self._index(lane, layer))
-
-    def record_collect(self, lane: int, layer: int) -> None:
-        self.log.append(("collect", lane, layer))
-        self._play(self._index(lane, layer) + 1)
-
-    def _play(self, index: int) -> None:
-        twin = self._backend.twins[index]
-        twin.launch()
-        assert twin.synchronize(30.0)
-
-
-def runner_of(turns: bool, **options: Any) -> tuple[GpuRunner, Played]:
+def runner_of(turns: bool, **options: Any) -> tuple[GpuRunner, PlayedFlags]:
     """Of three rows, everybody's experts given; the same weights every time."""
     torch.manual_seed(5)
     loaded = load_synthetic(SHAPE, dtype="bfloat16", overrides={"experts": "int8"}, threads=1)
@@ -82,7 +47,7 @@ def runner_of(turns: bool, **options: Any) -> tuple[GpuRunner, Played]:
 
     decoder.routing = routing
     handoff = Handoff(experts, rows=4, slots=4, lanes=2, numbers=decoder.moe_numbers, **options)
-    played: Any = Played(handoff)
+    played: Any = PlayedFlags(handoff)
     port = LanePort(played, (0, 1), 2)
     shared = HybridShared("cpu", moves=0)
     hybrid = [HybridExperts(one, layer, port, shared) for layer, one in enumerate(experts)]

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero.engine.handoff import Handoff
+from hetero.engine.handoff_backends import ThreadBackend
+
 LIMIT_S = 60.0
 
 
@@ -99,3 +102,37 @@ class TwinMeans:
 
     def stream(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+class PlayedFlags:
+    """A hand-off whose flags go through twins, one for each operation, which are replayed when a step comes
+    to them."""
+
+    def __init__(self, handoff: Handoff) -> None:
+        backend = handoff.backend
+        assert isinstance(backend, ThreadBackend)
+        self._backend, self.lanes, self.layers = backend, handoff.lanes, handoff.layers
+        self.payload = handoff.payload
+        self.log: list[tuple[str, int, int]] = []
+        for lane in range(handoff.lanes):
+            for layer in range(handoff.layers):
+                backend.stream(self._index(lane, layer))
+                handoff.record_submit(lane, layer)
+                backend.stream(self._index(lane, layer) + 1)
+                handoff.record_collect(lane, layer)
+
+    def _index(self, lane: int, layer: int) -> int:
+        return 2 * (lane * self.layers + layer)
+
+    def record_submit(self, lane: int, layer: int) -> None:
+        self.log.append(("submit", lane, layer))
+        self._play(self._index(lane, layer))
+
+    def record_collect(self, lane: int, layer: int) -> None:
+        self.log.append(("collect", lane, layer))
+        self._play(self._index(lane, layer) + 1)
+
+    def _play(self, index: int) -> None:
+        twin = self._backend.twins[index]
+        twin.launch()
+        assert twin.synchronize(30.0)

@@ -49,7 +49,7 @@ class StepGraph:
         except RuntimeError as error:
             if isinstance(cause, torch.OutOfMemoryError):
                 raise MachineError(f"a graph of a step needs more GPU memory than is left: {cause}") from None
-            raise CaptureError(_told(cause or error)) from cause
+            raise CaptureError(told(cause or error)) from cause
         self.nodes = driver().graph_nodes(self._graph.raw_cuda_graph())
         self._graph.instantiate()
 
@@ -62,7 +62,7 @@ class StepGraph:
         self._graph.replay()
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     """What was being done, and what the device said of it."""
     ours = [
         frame
