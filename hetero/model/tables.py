@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero.core import MachineError
+from hetero.core import InputError, MachineError
 from hetero.model import hf
 from hetero.model.loadplan import LoadPlan
 from hetero.model.names import Target
@@ -20,7 +21,7 @@ from hetero.model.source import Source
 from hetero.quant.ggml import ggml_floats
 from hetero.quant.ggml_types import PLAIN
 from hetero.rules.placement import Assignment, Placement
-from hetero.store.rows import Run
+from hetero.store.rows import Run, state_of
 
 _RANDOM_ROWS = 1 << 16
 
@@ -193,5 +194,9 @@ def _stored(target: Target | None, source: Source) -> StoredTable | str:
     width = source.tensors[names[0]].shape[1]
     if any((rows.kind, rows.row_bytes) != (first.kind, first.row_bytes) for _, rows in found):
         return "its parts are of several types"
-    runs = tuple(Run(rows.file, name, rows.start, rows.rows) for name, rows in found)
+    try:
+        states = {file: state_of(os.stat(file)) for file in {rows.file for _, rows in found}}
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    runs = tuple(Run(rows.file, name, rows.start, rows.rows, states[rows.file]) for name, rows in found)
     return StoredTable(runs, first.row_bytes, first.kind, width)

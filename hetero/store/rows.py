@@ -40,12 +40,19 @@ _WINDOW = 1024  # reads that the kernel is told of ahead
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive rows of a table, one after the other in a file. ``tensor``: its name there."""
+    """Consecutive rows of a table, one after the other in a file. ``tensor``: its name there. ``state``: of
+    the file when that was found out (``state_of``); None: as it is when it is opened."""
 
     file: Path
     tensor: str
     start: int
     rows: int
+    state: tuple[int, int] | None = None
+
+
+def state_of(stat: os.stat_result) -> tuple[int, int]:
+    """What tells a file that has changed: its size, and when it was written to last."""
+    return stat.st_size, stat.st_mtime_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,8 @@ class RowFiles:
             except OSError as error:
                 raise self._fault(number, error) from None
         for run, number in zip(self.runs, self._file_of.tolist(), strict=True):
+            if run.state is not None:
+                self._compare(number, self._known[number], run.state)
             if run.start + run.rows * row_bytes > self._known[number][0]:
                 raise self._fault(number, EOFError(f"it ends at byte {self._known[number][0]}"), run.tensor)
 
@@ -109,9 +118,7 @@ class RowFiles:
         """
         if not len(rows):
             return
-        run = np.searchsorted(self._ends, rows, side="right")
-        first = np.where(run > 0, self._ends[run - 1], 0)
-        at = self._starts[run] + (rows - first) * self.row_bytes
+        run, at = self._places(rows)
         file = self._file_of[run]
         for number in np.unique(file).tolist():
             self._check(number)
@@ -146,12 +153,16 @@ class RowFiles:
 
     def forget(self, rows: Rows) -> None:
         """Let the page cache give up these rows' blocks, so that the next read is the disk's: to measure."""
-        run = np.searchsorted(self._ends, rows, side="right")
-        first = np.where(run > 0, self._ends[run - 1], 0)
-        at = (self._starts[run] + (rows - first) * self.row_bytes) // BLOCK * BLOCK
-        for number, start in zip(self._file_of[run].tolist(), at.tolist(), strict=True):
+        run, at = self._places(rows)
+        for number, start in zip(self._file_of[run].tolist(), (at // BLOCK * BLOCK).tolist(), strict=True):
             # Whole pages only, and a row may lie in two.
             self._advise(number, start, self.row_bytes // BLOCK * BLOCK + 2 * BLOCK, "POSIX_FADV_DONTNEED")
+
+    def _places(self, rows: Rows) -> tuple[Rows, Rows]:
+        """(index of the run, offset in its file) of each row."""
+        run = np.searchsorted(self._ends, rows, side="right")
+        first = np.where(run > 0, self._ends[run - 1], 0)
+        return run, self._starts[run] + (rows - first) * self.row_bytes
 
     def _fill(self, number: int, start: int, into: memoryview, run: int) -> None:
         done = 0
@@ -170,14 +181,16 @@ class RowFiles:
             now = self._state(number)
         except OSError as error:
             raise self._fault(number, error) from None
-        if now != self._known[number]:
-            size, was = now[0], self._known[number][0]
+        self._compare(number, now, self._known[number])
+
+    def _compare(self, number: int, now: tuple[int, int], known: tuple[int, int]) -> None:
+        if now != known:
+            size, was = now[0], known[0]
             what = f"it had {was} bytes and has {size}" if size != was else "it was written to"
             raise self._fault(number, EOFError(f"it has changed since the model was loaded: {what}"))
 
     def _state(self, number: int) -> tuple[int, int]:
-        found = os.fstat(self._fds[number])
-        return found.st_size, found.st_mtime_ns
+        return state_of(os.fstat(self._fds[number]))
 
     def _advise(self, number: int, start: int, size: int, advice: str) -> None:
         if hasattr(os, "posix_fadvise"):

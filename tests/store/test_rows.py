@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from hetero.core import MachineError
 from hetero.store import rows as rows_module
-from hetero.store.rows import CachedRows, RowFiles, Run, gather_time
+from hetero.store.rows import CachedRows, RowFiles, Run, gather_time, state_of
 from tests.store.test_rowcache import seeded
 
 
@@ -174,6 +175,11 @@ def test_files_that_do_not_serve_are_refused_at_once(tmp_path: Path, generator: 
     size = os.stat(runs[1].file).st_size
     with pytest.raises(MachineError, match="rows of tensor part 1 cannot be read: it ends at byte"):
         RowFiles([runs[0], Run(runs[1].file, "part 1", size - 5, 1)], 64)
+    now = state_of(os.stat(runs[1].file))
+    RowFiles([replace(runs[1], state=now)], 64)
+    for state, what in ((now[0] + 3, now[1]), "it had"), ((now[0], now[1] + 1), "it was written to"):
+        with pytest.raises(MachineError, match=f"it has changed since the model was loaded: {what}"):
+            RowFiles([runs[0], replace(runs[1], state=state)], 64)
     runs[1].file.unlink()
     with pytest.raises(MachineError, match="rows of tensor part 1 cannot be read: No such file"):
         RowFiles(runs, 64)
