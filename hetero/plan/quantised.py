@@ -25,6 +25,8 @@ def kept_format(config: Mapping[str, Any]) -> Format | None:
     try:
         if method == "mxfp4":
             return parse_format("mxfp4")
+        if method == "fbgemm_fp8":
+            return parse_format("fp8_row")
         if method == "fp8":
             return _fp8(told.get("weight_block_size", (_FP8_TILE, _FP8_TILE)))
         if method == "modelopt" or "quant_algo" in told:

@@ -105,8 +105,8 @@ def fp8_blocks(
     return make
 
 
-def fp8_rows(w: Tensor, *, flat: bool = False) -> Made:
-    scales = (w.abs().amax(1, keepdim=True) / 448).to(torch.bfloat16)
+def fp8_rows(w: Tensor, *, flat: bool = False, dtype: torch.dtype = torch.bfloat16) -> Made:
+    scales = (w.abs().amax(1, keepdim=True) / 448).to(dtype)
     codes, values = fp8_codes(w / scales.double())
     return {"weight": codes, "weight_scale": scales.flatten() if flat else scales}, values * scales.double()
 
@@ -312,6 +312,11 @@ SCHEMES: dict[str, Scheme] = {
     ),
     "w8a8-fp8-rows": Scheme(
         fp8_rows, _ct("float-quantized", {**_FP8, "strategy": "channel"}, {"dynamic": True}), "fp8_row"
+    ),
+    "fbgemm": Scheme(
+        lambda w: fp8_rows(w, dtype=torch.float32),
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+        "fp8_row",
     ),
     "w8a8-fp8": Scheme(
         fp8_whole("weight_scale", (1,), input_scale=torch.ones(1)),

@@ -68,6 +68,7 @@ def edit_quantisation(folder: Path, **changes: Any) -> None:
         ("w4a16", "weight_shape"),
         ("w8a8", "weight_scale"),
         ("w8a8-fp8", "weight_scale"),
+        ("fbgemm", "weight_scale"),
         ("awq", "qzeros"),
         ("awq", "scales"),
         ("gptq", "qzeros"),

@@ -21,6 +21,7 @@ from tests.model.hf_to_gguf import write as write_gguf
 from tests.model.quantised import (
     SCHEMES,
     Scheme,
+    fp8_rows,
     int8_rows,
     order_by,
     small_config,
@@ -97,6 +98,35 @@ def test_llama4_with_matrices_of_each_expert(scheme: str, tmp_path: Path) -> Non
     loaded = load_model(tmp_path)
     assert formats(loaded.runnable.model) == {made.format}
     close(loaded.runnable.model, model, 1e-5 if made.format in FP8 else 0.05)
+
+
+def test_llama4_as_fbgemm_packs_it(tmp_path: Path) -> None:
+    """Experts [E, k, n] with a scale per output."""
+    config = tiny_config("llama4_text")
+    config.num_experts_per_tok = 1
+    chosen = choose_class(config)
+    model = tiny_model(chosen.cls, chosen.config, seed=int(torch.randint(2**31, ())))
+    stored: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            stored[name] = tensor
+            if ".experts." not in name:
+                continue
+            made = [fp8_rows(expert.T, dtype=torch.float32) for expert in tensor]
+            tensor.copy_(torch.stack([values.T for _, values in made]))
+            scales = torch.stack([parts["weight_scale"] for parts, _ in made])
+            codes = torch.stack([parts["weight"].view(torch.uint8).T for parts, _ in made])
+            stored[name] = codes.view(torch.float8_e4m3fn)
+            stored[f"{name}_scale"] = scales.mT if "gate_up" in name else scales
+    config.save_pretrained(tmp_path)
+    write_files(tmp_path, stored, SCHEMES["fbgemm"].config)
+    loaded = load_model(tmp_path)
+    assert formats(loaded.runnable.model) == {"fp8_row"}
+    close(loaded.runnable.model, model, 1e-5)
+    wrong = {name: torch.ones(3) for name in stored if name.endswith("down_proj_scale")}
+    edit_tensors(tmp_path, lambda t: t.update(wrong))
+    with pytest.raises(InputError, match=r"down_proj_scale has shape \[3\]; expected one scale an output"):
+        prepare(tmp_path)
 
 
 def test_gpt_oss_keeps_mxfp4(tmp_path: Path) -> None:

@@ -251,6 +251,7 @@ def test_sizes_for_people() -> None:
     [
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
         ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "fbgemm_fp8"}, "fp8_row"),
         ({"quant_method": "fp8"}, "fp8"),
         ({"quant_method": "fp8", "weight_block_size": None}, "fp8"),
         ({"quant_method": "fp8", "weight_block_size": [64, 128]}, None),

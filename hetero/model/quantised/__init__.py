@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.core import InputError
-from hetero.model.quantised import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4
+from hetero.model.quantised import awq, compressed_tensors, fbgemm, fp8, gptq, modelopt, mxfp4
 from hetero.model.quantised.base import Finder, InexactError
 from hetero.model.shapes import read_config
 from hetero.model.source import Checkpoint, Source
@@ -21,6 +21,7 @@ METHODS: dict[str, Callable[[Finder, Mapping[str, Any]], None]] = {
     "gptq": gptq.find,
     "mxfp4": mxfp4.find,
     "modelopt": modelopt.find,
+    "fbgemm_fp8": fbgemm.find,
 }
 _MODELOPT_FILE = "hf_quant_config.json"
 

@@ -16,7 +16,8 @@ from hetero.quant.small_floats import from_e2m1, from_e4m3, from_e8m0, spread
 class Fp8Matrix(Matrix):
     """E4M3 codes and a scale per ``tile`` (rows, columns): value = code * scale.
 
-    ``stored``: codes F8_E4M3 [n, k], scales [ceil(n / rows), ceil(k / columns)], or of one element.
+    ``stored``: codes F8_E4M3 [n, k], or [k, n] where ``transposed``; scales [ceil(n / rows),
+    ceil(k / columns)], or of one element.
     """
 
     def __init__(
@@ -28,9 +29,10 @@ class Fp8Matrix(Matrix):
         *,
         tile: tuple[int, int],
         count: int | None = None,
+        transposed: bool = False,
     ) -> None:
         super().__init__(raw, name, stored, shape, count)
-        self.tile = tile
+        self.tile, self.transposed = tile, transposed
         if all(size % FP8_TILE == 0 or size >= full for size, full in zip(tile, shape, strict=True)):
             self.format = Format("fp8", FP8_TILE)
         elif tile == (1, shape[1]):
@@ -43,13 +45,17 @@ class Fp8Matrix(Matrix):
         return self.part(1, index).float().reshape(rows, columns)
 
     def floats(self, index: int | None) -> Tensor:
-        return self.part(0, index).float() * self._over(self._scales(index), (1, 1))
+        return self._codes(index).float() * self._over(self._scales(index), (1, 1))
 
     def codes(self, index: int | None) -> Codes:
         assert self.format is not None
         rows = self.format.name == "fp8_row"
         tiles = self._scales(index) if rows else self._over(self._scales(index), (FP8_TILE, FP8_TILE))
-        return Codes(self.part(0, index).view(torch.uint8), tiles.contiguous(), None)
+        return Codes(self._codes(index).view(torch.uint8), tiles.contiguous(), None)
+
+    def _codes(self, index: int | None) -> Tensor:
+        codes = self.part(0, index)
+        return codes.T.contiguous() if self.transposed else codes
 
     def _over(self, scales: Tensor, unit: tuple[int, int]) -> Tensor:
         """A scale per ``unit`` of the matrix from one per tile."""
