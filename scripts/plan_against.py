@@ -1,6 +1,7 @@
 """A table of plans beside what runs measured, of results of ``hetero bench --plan``: plan_against.py FILE...
 
-The plan's memory is asked to be within 3%, its decode within 15%; ``*`` marks what is not.
+The plan's memory is asked to be within 3%, its decode within 15%; ``*`` marks what is not. Of steps on a GPU the
+parts come too, by which the constants of the estimate (hetero/plan/constants.py) are found again.
 """
 
 from __future__ import annotations
@@ -33,6 +34,34 @@ def rows(path: Path) -> Iterator[str]:
     for one in plan["decode"]:
         what = f"decode, {one['routing']} routing, {one['rows']} rows, tok/s"
         yield row(name, what, one["expected_tok_s"], one["measured_tok_s"], DECODE)
+    for one, series in zip(plan["decode"], found["decode"], strict=True):
+        yield from parts(name, one, series, plan["moe_layers"], found["dense_ms"])
+
+
+def parts(
+    name: str, one: dict[str, Any], series: dict[str, Any], layers: int, dense: dict[str, float]
+) -> Iterator[str]:
+    """Milliseconds of a step: the dense half, the layers' experts, and what is outside the layers."""
+    if "cpu_waits_us_a_layer" not in series:
+        return
+    terms = {term["name"]: term["ms"] for term in one["terms"]}
+    planned_dense = sum(
+        ms for term, ms in terms.items() if term.startswith(("dense", "keys")) or "kernels" in term
+    )
+    what = f"{one['routing']} routing, {one['rows']} rows, ms"
+    if str(one["rows"]) in dense:
+        yield row(name, f"dense half, {what}", planned_dense, dense[str(one["rows"])], DECODE)
+    us = sum(series[f"{part}_us_a_layer"]["median"] for part in ("cpu_work", "cpu_waits", "handoff"))
+    outside = series["step_ms"]["median"] - layers * us / 1e3
+    yield row(name, f"between steps and the head, {what}", terms["between steps"], outside, DECODE)
+    inside = layers * us / 1e3
+    yield row(
+        name,
+        f"in the layers, {what}",
+        1e3 * one["rows"] / one["expected_tok_s"] - terms["between steps"],
+        inside,
+        DECODE,
+    )
 
 
 def row(name: str, what: str, planned: float, measured: float, within: float) -> str:

@@ -51,6 +51,7 @@ def against_plan(
     found: dict[str, Any] = {
         "memory": [_compared("main memory", host_items(layout, options).used, result["host_memory"])],
         "slots": None,
+        "moe_layers": len(inventory.sites),
         "decode": [],
     }
     if gpu is not None and layout.gpu is not None:

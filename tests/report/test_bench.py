@@ -530,12 +530,26 @@ def test_what_a_cap_of_the_cpu_has_come_to() -> None:
 
 def test_a_table_of_plans_and_what_was_measured(tmp_path: Path) -> None:
     result = tmp_path / "one.json"
-    plan = {
+    plan: dict[str, Any] = {
         "memory": [{"tier": "main memory", "planned": 102 << 30, "measured": 100 << 30, "ratio": 1.03}],
         "slots": {"planned": 104, "measured": 100},
         "decode": [{"routing": "local", "rows": 1, "expected_tok_s": 116.0, "measured_tok_s": 100.0}],
     }
-    result.write_text(json.dumps({"model": "m", "layers": 4, "plan": plan}))
+    plan["moe_layers"] = 10
+    terms = {"dense layers, GPU memory": 1.0, "250 kernels": 0.5, "between steps": 1.0}
+    plan["decode"][0]["terms"] = [{"name": name, "ms": ms} for name, ms in terms.items()]
+    series = {
+        f"{part}_us_a_layer": {"median": us}
+        for part, us in (("cpu_work", 300), ("cpu_waits", 490), ("handoff", 10))
+    }
+    result.write_text(
+        json.dumps(
+            {
+                "model": "m", "layers": 4, "plan": plan, "dense_ms": {"1": 1.6},
+                "decode": [{**series, "step_ms": {"median": 9.0}}],
+            }
+        )
+    )  # fmt: skip
     (tmp_path / "two.json").write_text("{}")
     script = Path(__file__).parents[2] / "scripts" / "plan_against.py"
     command = [
@@ -547,8 +561,11 @@ def test_a_table_of_plans_and_what_was_measured(tmp_path: Path) -> None:
     assert lines[0] == "| m, 4 layers | main memory, GiB | 102 | 100 | +2.0% |"
     assert lines[1].endswith("| +4.0% * |")
     assert lines[2].endswith("| 116 | 100 | +16.0% * |")
-    assert "no plan in it" in lines[3]
-    assert "cannot be read" in lines[4]
+    assert "dense half, local routing, 1 rows, ms | 1.5 | 1.6 |" in lines[3]
+    assert "between steps and the head, local routing, 1 rows, ms | 1 | 1 |" in lines[4]
+    assert "in the layers, local routing, 1 rows, ms | 7.621 | 8 |" in lines[5]
+    assert "no plan in it" in lines[6]
+    assert "cannot be read" in lines[7]
 
 
 def test_options_of_a_gpu_are_kept_from_a_cpu(shape: Path) -> None:
