@@ -16,6 +16,8 @@ from hetero.core import InputError
 # As many as the API allows.
 MAX_TOP = 20
 
+_VALUES = 4 << 20  # logits that are scored at once
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -42,9 +44,19 @@ def token_logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:
 
 def token_logprobs(logits: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
     """Of ``tokens`` [n] under logits [n, V], row by row; ties among alternatives go to the lower id."""
-    # A prompt's worth of rows over a whole vocabulary would be gigabytes in float64.
-    scores = torch.log_softmax(logits.detach().to("cpu", torch.float32), dim=-1)
-    drawn = scores.gather(1, torch.tensor(tokens, dtype=torch.long).unsqueeze(1)).flatten().tolist()
+    # A prompt's worth of rows over a whole vocabulary would be gigabytes once more.
+    each = max(_VALUES // logits.shape[1], 1)
+    return [
+        found
+        for first in range(0, len(tokens), each)
+        for found in _scored(logits[first : first + each], tokens[first : first + each], top)
+    ]
+
+
+def _scored(logits: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
+    """On the device of the logits, of which little is told."""
+    scores = torch.log_softmax(logits.detach().float(), dim=-1)
+    drawn = scores.gather(1, torch.tensor(tokens, device=scores.device).unsqueeze(1)).flatten().tolist()
     count = min(top, scores.shape[1])
     if not count:
         return [TokenLogprob(token, value) for token, value in zip(tokens, drawn, strict=True)]

@@ -13,7 +13,9 @@ from hetero.engine.request import Request
 
 
 @pytest.mark.parametrize("top", [0, 1, 5, 20])
-def test_of_many_rows(top: int) -> None:
+@pytest.mark.parametrize("at_once", [2000, 1 << 20])
+def test_of_many_rows(top: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero.engine.logprobs._VALUES", at_once)
     logits = torch.randn(9, 500, generator=torch.Generator().manual_seed(top)) * 4
     tokens = list(range(0, 450, 50))
     want = torch.log_softmax(logits.double(), dim=-1)
