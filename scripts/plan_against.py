@@ -1,7 +1,7 @@
 """A table of plans beside what runs measured, of results of ``hetero bench --plan``: plan_against.py FILE...
 
-The plan's memory is asked to be within 3%, its decode within 15%; ``*`` marks what is not. Of steps on a GPU the
-parts come too, by which the constants of the estimate (hetero/plan/constants.py) are found again.
+The plan's memory is asked to be within 3%, its decode within 15%; ``*`` marks what is not. Of steps on a GPU
+the parts come too, by which the constants of the estimate (hetero/plan/constants.py) are found again.
 """
 
 from __future__ import annotations

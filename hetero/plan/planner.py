@@ -20,7 +20,7 @@ from hetero.plan.tiers import (
     Request,
     lay_out,
 )
-from hetero.plan.today import Today, plan_today
+from hetero.plan.today import Today, in_graph, plan_today
 from hetero.plan.workspace import DENSE_PACKED
 from hetero.rules.defaults import default_rules_for
 from hetero.rules.load import load_rules
@@ -216,8 +216,11 @@ def _waits(
         if both_rates(hardware)[1]:
             yield "the PCIe share of the experts: the CPU computes all that are not on the GPU"
         why = _unfused(layout)
-        yield f"fused layers in one CUDA graph: transformers' modules run one by one, since {why}"
-        yield "the hand-off inside the graph: activations are copied, and waited for, in every layer"
+        if in_graph(inventory, request, layout, now.ram_share):
+            yield f"fused layers: transformers' modules run, as a graph for one sequence, since {why}"
+        else:
+            yield f"fused layers in one CUDA graph: transformers' modules run one by one, since {why}"
+            yield "the hand-off inside the graph: activations are copied, and waited for, in every layer"
         if layout.dense in DENSE_PACKED:
             yield f"dense layers in {layout.dense}: modules keep bfloat16"
     if request.draft:

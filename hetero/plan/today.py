@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from hetero.core import MachineError
 from hetero.formats import on_gpu
+from hetero.plan import constants
 from hetero.plan.estimate import estimate
 from hetero.plan.hardware import Hardware
 from hetero.plan.inventory import Inventory, Kind
@@ -42,6 +43,10 @@ from hetero.plan.tiers import (
 )
 from hetero.plan.workspace import DENSE_PACKED, fused_rules
 
+GRAPHED_TOKENS = 4096
+"""Of a sequence up to which steps of transformers' modules are graphs."""
+
+_PLAIN = ("attention", "sliding", "mla")  # states whose caches hold keys and values alone
 HOP_US = 60.0  # a layer's activations to the CPU and back by blocking copies
 _RESERVED = 0.1  # of main memory, that the disk tier leaves alone
 
@@ -164,6 +169,14 @@ def _in_ram(
     return room / experts, table, None
 
 
+def in_graph(inventory: Inventory, request: Request, layout: Layout, share: float = 1.0) -> bool:
+    """Whether a step of transformers' modules is captured as a graph: on a GPU, of one sequence that is not
+    too long, whose layers all keep plain keys and values, with no expert on disk."""
+    plain = all(state.kind in _PLAIN for state in inventory.states)
+    one = request.concurrency == 1 and request.context <= GRAPHED_TOKENS
+    return layout.gpu is not None and one and plain and share >= 1.0
+
+
 def _shortage(tier: Tier) -> str | None:
     try:
         tier.require("a run with these rules", "")
@@ -188,7 +201,12 @@ def modules_step(
     terms = [*dense_terms(inventory, hardware, layout, fallback=True)]
     terms.append(kept_term(inventory, hardware, request, layout))
     operations = eager_operations(inventory)
-    terms.append(Term(f"{operations} eager operations", operations * hardware.cpu.op_us.value / 1e3))
+    graphed = in_graph(inventory, request, layout, share)
+    if graphed:
+        ms = operations * constants.MODULE_KERNEL_US / 1e3
+        terms.append(Term(f"{operations} kernels of modules in a graph", ms))
+    else:
+        terms.append(Term(f"{operations} eager operations", operations * hardware.cpu.op_us.value / 1e3))
     by_gpu = by_cpu = from_disk = 0.0
     for site in inventory.sites:
         spec, size = site.spec, one_expert_bytes(site.spec, request.expert_format)
@@ -205,7 +223,10 @@ def modules_step(
     terms.append(read_term("experts, CPU", by_cpu, rate))
     if layout.gpu is not None:
         hops = len(inventory.sites) - len(gpu_layers)
-        terms.append(Term("copies to the CPU and back", hops * HOP_US / 1e3))
+        if graphed and hardware.handoff_us is not None:
+            terms.append(Term("hand-off", hops * hardware.handoff_us.value / 1e3))
+        else:
+            terms.append(Term("copies to the CPU and back", hops * HOP_US / 1e3))
     terms += disk_terms(inventory, hardware, layout, from_disk, streams)
     hits = len(gpu_layers) / len(inventory.sites) if inventory.sites else 0.0
     return Decode(routing.name, hits, tuple(t for t in terms if t.ms > 0), float(streams))

@@ -31,7 +31,7 @@ from hetero.plan.tiers import (
     lay_out,
     sequences_bytes,
 )
-from hetero.plan.today import plan_today
+from hetero.plan.today import GRAPHED_TOKENS, plan_today
 from hetero.plan.workspace import (
     CHUNK,
     CONTEXT,
@@ -193,6 +193,26 @@ def test_today_of_a_family_without_fused_layers_has_no_cache_and_no_graph() -> N
     assert isclose(found["dense layers, GPU memory"], model.read_params * 2 / 1e12 * 1e3, rel_tol=1e-6)
     operations = 12 * (68 + 41) + 36 * (117 + 41)
     assert isclose(found[f"{operations} eager operations"], operations * 0.01)
+
+
+def test_modules_with_plain_keys_and_values_are_a_graph_for_one_sequence() -> None:
+    plain = pytest.importorskip("hetero.engine.gpu.plain")
+    assert GRAPHED_TOKENS == plain.LONGEST
+    model = replace(small(), model_type="another")
+    names: dict[tuple[int, int], set[str]] = {}
+    for context, streams in ((1024, 1), (8192, 1), (1024, 2)):
+        request = asked(context=context, concurrency=streams)
+        plan = make_plan("m", model, machine(), request)
+        names[context, streams] = {term.name for term in plan.expected[0].terms}
+        assert plan.today.fused is None
+    operations = 2 * 68
+    assert f"{operations} kernels of modules in a graph" in names[1024, 1]
+    assert f"{operations} eager operations" in names[8192, 1] & names[1024, 2]
+    # Layers with recurrent states are not, nor is anything on the CPU alone.
+    hybrid = make_plan("m", replace(flagship(), model_type="another"), machine(ram=256 * GIB), asked())
+    assert "6996 eager operations" in {term.name for term in hybrid.expected[0].terms}
+    alone = make_plan("m", model, machine(gpu=False), asked())
+    assert f"{operations} eager operations" in {term.name for term in alone.expected[0].terms}
 
 
 def test_fused_layers_are_the_plan_itself() -> None:
