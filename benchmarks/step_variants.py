@@ -190,8 +190,8 @@ class Steps:
 
 class Variant(NamedTuple):
     """``rows_of_one``: the split by what a step of one row takes; ``most``: moves, None: as the split says;
-    ``alone``: no share of PCIe; ``programs``: of the kernels that move and that bring experts (16 KB of each
-    are on their way), None: as they are."""
+    ``alone``: no share of PCIe; ``programs``: of the kernels that move and that bring experts (16 and 32 KB
+    of each are on their way), None: as they are."""
 
     name: str
     early: bool
@@ -212,8 +212,8 @@ VARIANTS = (
     Variant("early, soon, one move", True, True, most=1),
     Variant("early, soon, two moves", True, True, most=2),
     Variant("no share, soon", True, True, alone=True),
-    Variant("early, soon, 12 move", True, True, programs=(12, 64)),
-    Variant("early, soon, 32 bring", True, True, programs=(24, 32)),
+    Variant("early, soon, 12 move", True, True, programs=(12, 32)),
+    Variant("early, soon, 16 bring", True, True, programs=(24, 16)),
 )
 
 PROGRAMS = cache._FETCHERS, cache._BRINGERS

@@ -201,7 +201,7 @@ def main() -> None:
     made = ExpertLaunch(ExpertSpec(512, 2560, 640, 10), parse_format("int4"), torch.device("meta"))
     rows = made.rows(torch.empty(1, 2560, dtype=torch.bfloat16, device="meta"))
     at, weights = (torch.empty(1, 10, dtype=d, device="meta") for d in (torch.int64, torch.float32))
-    made.few(torch.empty(1, dtype=torch.uint8, device="meta"), rows, at, weights, at)
+    made.few(torch.empty(1, dtype=torch.uint8, device="meta"), rows, at, weights, sources=at)
     all_tiers()
     formats()
     families()

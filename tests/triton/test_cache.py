@@ -42,7 +42,7 @@ def step(hybrid: HybridExperts, ids: torch.Tensor, generator: torch.Generator) -
     hybrid.submit(x, ids.to(DEVICE), torch.ones(ids.shape, device=DEVICE))
     one = hybrid._pending[-1]
     none = torch.zeros_like(one.addresses)
-    second = one.sources if one.read is None else one.read
+    second = one.sources if one.later is None else one.later.addresses
     found = one.addresses.flatten().tolist(), (none if second is None else second).flatten().tolist()
     hybrid.collect()
     hybrid.shared.join()

@@ -97,6 +97,7 @@ def test_other_shapes_and_formats(spec: ExpertSpec, fmt: str, generator: torch.G
     hybrid.submit(x.to(DEVICE), absent.to(DEVICE), weights.to(DEVICE))
     allowed = borders(hybrid.experts, decoded(hybrid.experts), x, absent, weights)
     assert excess(hybrid.collect(), wanted, allowed) < EXACT
+    hybrid.shared.join()
     # Biases lie apart from what a program brings that computes, so with them nothing stays.
     assert hybrid.counts().stayed == (not spec.has_bias)
     check_steps(hybrid, 100 if CUDA else 1, generator)
@@ -145,17 +146,20 @@ def test_what_is_brought_crosses_once(generator: torch.Generator) -> None:
     )
     step = hybrid._pending[-1]
     assert step.addresses.tolist() == [[cache, 0], [0, 0], [0, 0], [0, 0]]
-    assert step.read is not None
-    assert step.read[1, 1] == step.read[3, 1] == cache + 5 * stride
-    assert step.read[3, 0] == host + 10 * stride
+    assert step.later is not None
+    read = step.later.addresses
+    assert read[1, 1] == read[3, 1] == cache + 5 * stride
+    assert read[3, 0] == host + 10 * stride
+    assert torch.equal(step.later.every, step.addresses + read)
     wanted = experts.forward(x, ids, weights)
     given = x, ids, weights
     assert beyond(experts, decoded(experts), hybrid.collect(), wanted, given) < EXACT
+    shared.join()
     assert hybrid.counts() == TierCounts(gpu=1, pcie=6, cpu=0, stayed=3, moved=0)
     # A step that begins before another one is collected has no room there.
     for _ in range(2):
         hybrid.submit(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
-    assert [one.read is None for one in hybrid._pending] == [False, True]
+    assert [one.later is None for one in hybrid._pending] == [False, True]
     hybrid.forget()
     assert shared.stages(1, stride) == 2
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hetero.cpu import CpuExperts
-from hetero.ops.gpu import cache_kernels
+from hetero.ops.gpu.cache import ExpertCache
 from hetero.ops.gpu.hybrid_shared import SIZES, Sides
 from hetero.ops.gpu.launch import ExpertLaunch
 from hetero.ops.gpu.pinned import PinnedArena
@@ -26,7 +26,6 @@ from hetero.ops.gpu.pinned import PinnedArena
 _LAYERS = 12  # whose experts are read, so that caches hold none of them
 _ROUNDS = 8  # of each number of rows
 _COPIED = 24  # experts of one copy beside the CPU
-_WORDS, _PROGRAMS = 4096, 64  # of that copy
 _CALLS = 16  # of the GPU's kernels in a graph
 
 FLAGS_S = 5e-6
@@ -79,28 +78,26 @@ def draw(experts: CpuExperts, rows: int, generator: torch.Generator) -> Draw:
 
 
 class Bus:
-    """Copies of experts from host memory by a kernel of few programs, on a stream of its own."""
+    """Copies of experts from host memory as a step makes them, on a stream of its own."""
 
     def __init__(self, arenas: Sequence[PinnedArena], device: torch.device) -> None:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         host = [arena.view for arena in arenas[:: max(1, len(arenas) // _LAYERS)]]
-        self._stride = host[0].shape[1]
-        count = min(_COPIED, len(host[0]))
-        self.room = torch.empty(count, self._stride, dtype=torch.uint8, device=device)
+        self._cache = ExpertCache(host[0], 0, device)
+        count, stride = min(_COPIED, len(host[0])), host[0].shape[1]
+        self.room = torch.empty(count, stride, dtype=torch.uint8, device=device)
         at = self.room.data_ptr()
         lists = [
-            [count, *(n for e in range(count) for n in (one[e].data_ptr(), at + e * self._stride))]
-            for one in host
+            [count, *(n for e in range(count) for n in (one[e].data_ptr(), at + e * stride))] for one in host
         ]
         self._lists = torch.tensor(lists, device=device)
-        self._bytes = count * self._stride
         self._events: list[Any] = []
         self._copy(0)
         torch.cuda.synchronize(device)  # compiled
 
     def _copy(self, number: int) -> None:
         coming = self._lists[number % len(self._lists)]
-        cache_kernels.bring[(_PROGRAMS,)](coming, self.room, self._stride, WORDS=_WORDS)
+        self._cache.bring(coming)
 
     def begin(self, copies: int) -> None:
         with torch.cuda.stream(self._stream):

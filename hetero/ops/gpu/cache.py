@@ -32,8 +32,9 @@ _OLD = 1 << 20
 # Words that a program of ``fetch`` has on their way, and programs. With half of the bytes an expert of 2.8 MB
 # took 75 us on an H200, 37 GB/s.
 _WORDS, _FETCHERS = 4096, 24
-_BRINGERS = 64
-"""Programs of ``bring``, for which a step waits: a megabyte on its way keeps PCIe busy without a gap."""
+_BRINGERS = 32
+"""Programs of ``bring``, of twice the words, for which a step waits: a megabyte on its way keeps PCIe busy
+without a gap."""
 
 
 class ExpertCache:
@@ -148,15 +149,26 @@ class ExpertCache:
         experts that ``fetch`` shall bring, behind this, and behind the step's own experts unless ``soon``.
         ``most`` int32 [1] on the device: no more than so many."""
         cache_kernels.choose[(1,)](
-            ids, self.slot_of, self.free, self.incoming, self._age, self._often, self._seen, self._used,
-            self.chosen, self._moves, self._most if most is None else most, self.totals, ids.numel(),
-            self._decay, self._fade, PRIOR, GAIN, **self.sizes, MOVES=self.moves, SOON=soon, num_warps=8,
+            *self._learning(ids, most), **self.sizes, MOVES=self.moves, SOON=soon, num_warps=8
+        )
+
+    def bring(self, coming: Tensor, ids: Tensor | None = None, most: Tensor | None = None) -> None:
+        """Copy the experts that a step's look-up has put into ``coming`` (``cache_kernels.find``). With
+        ``ids``: ``choose`` soon, in the same kernel."""
+        learns = ids is not None
+        programs = 1 if self.device.type == "cpu" else _BRINGERS
+        cache_kernels.bring[(programs + learns,)](
+            coming, self.memory, self.stride, *self._learning(coming if ids is None else ids, most),
+            **self.sizes, MOVES=self.moves, LEARN=learns, WORDS=2 * _WORDS, num_warps=8,
         )  # fmt: skip
 
-    def bring(self, coming: Tensor) -> None:
-        """Copy the experts that a step's look-up has put into ``coming`` (``cache_kernels.find``)."""
-        programs = 1 if self.device.type == "cpu" else _BRINGERS
-        cache_kernels.bring[(programs,)](coming, self.memory, self.stride, WORDS=_WORDS)
+    def _learning(self, ids: Tensor, most: Tensor | None) -> tuple[Any, ...]:
+        """Arguments of ``choose``."""
+        return (
+            ids, self.slot_of, self.free, self.incoming, self._age, self._often, self._seen, self._used,
+            self.chosen, self._moves, self._most if most is None else most, self.totals, ids.numel(),
+            self._decay, self._fade, PRIOR, GAIN,
+        )  # fmt: skip
 
     def fetch(self) -> None:
         """Bring the experts that ``choose`` has told."""

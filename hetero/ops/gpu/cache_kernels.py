@@ -14,8 +14,8 @@ State of a layer, all on the device:
   benchmarks/cache_policy.py compares this with other policies.
 
 A layer's step: ``find`` before its experts; ``bring``, where what is read over PCIe shall lie in GPU memory
-before it is computed; ``choose`` and then ``fetch`` beside or after the experts (SOON: before), which may
-run beside everything else but the layer's next ``find``.
+before it is computed; ``choose``, as a kernel or by a program of ``bring``, and then ``fetch``, beside the
+experts (SOON) or after them, which may run beside everything else but the layer's next ``find``.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def find(
     STAGED > 0: experts read from host memory are brought before they are computed, each once, by ``bring``:
     those that stay to their slots, up to STAGED others to places of ``stride`` bytes from ``staging_at`` on;
     the rest is read in place. ``coming`` int64 [1 + 2 * (RESERVE + STAGED)]: how many, then where each comes
-    from and goes to. ``addresses`` int64 [2, pairs] are then those of experts found in GPU memory, and those
-    of experts that the GPU reads; ``sources`` is 0.
+    from and goes to. ``addresses`` int64 [3, pairs] are then those of experts found in GPU memory, those of
+    experts that the GPU reads, and both; ``sources`` is left as it is.
 
     DEFER: so many of the CPU's experts of each token, ``chosen`` pairs long, those of the lowest ``weights``
     float32 [pairs], are put off: their ids stand in ``cpu_ids`` + EXPERTS (``deferral.put_off``).
@@ -116,7 +116,7 @@ def find(
     if STAGED > 0:
         tl.store(addresses + at, tl.where(second == 0, found, 0), live)
         tl.store(addresses + pairs + at, second, live)
-        tl.store(sources + at, tl.zeros((PAIRS,), tl.int64), live)
+        tl.store(addresses + 2 * pairs + at, found, live)
     else:
         tl.store(addresses + at, found, live)
         tl.store(sources + at, second, live)
@@ -226,18 +226,34 @@ def choose(
 
 
 @triton.jit
-def bring(coming, base, stride, WORDS: tl.constexpr):
+def bring(
+    coming, base, stride, ids, slot_of, free, incoming, age, often, seen, used, chosen, moves, most, counts,
+    pairs, decay, fade, prior, gain,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, RESERVE: tl.constexpr, MOVES: tl.constexpr,
+    LEARN: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
     """Copy what ``find`` has put into ``coming``, one expert after the other; any number of programs, which
-    have WORDS words on their way each. ``base``: any pointer to bytes; ``stride`` in bytes."""
-    words = stride // 4
-    each = tl.cdiv(words, WORDS)
-    for chunk in range(tl.program_id(0), tl.load(coming).to(tl.int32) * each, tl.num_programs(0)):
-        entry = coming + 1 + 2 * (chunk // each)
-        source = _at(base, tl.load(entry)).to(tl.pointer_type(tl.int32))
-        target = _at(base, tl.load(entry + 1)).to(tl.pointer_type(tl.int32))
-        at = chunk % each * WORDS + tl.arange(0, WORDS)
-        here = at < words
-        tl.store(target + at, tl.load(source + at, here, 0), here)
+    have WORDS words on their way each. ``base``: any pointer to bytes; ``stride`` in bytes. LEARN: program 0
+    does what ``choose`` does, in time for the step (SOON), in their place."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if LEARN:
+        if program == 0:
+            choose(
+                ids, slot_of, free, incoming, age, often, seen, used, chosen, moves, most, counts, pairs,
+                decay, fade, prior, gain, EXPERTS, WIDTH, RESERVE, MOVES, True,
+            )  # fmt: skip
+        program -= 1
+        programs -= 1
+    if program >= 0:
+        words = stride // 4
+        each = tl.cdiv(words, WORDS)
+        for chunk in range(program, tl.load(coming).to(tl.int32) * each, programs):
+            entry = coming + 1 + 2 * (chunk // each)
+            source = _at(base, tl.load(entry)).to(tl.pointer_type(tl.int32))
+            target = _at(base, tl.load(entry + 1)).to(tl.pointer_type(tl.int32))
+            at = chunk % each * WORDS + tl.arange(0, WORDS)
+            here = at < words
+            tl.store(target + at, tl.load(source + at, here, 0), here)
 
 
 @triton.jit

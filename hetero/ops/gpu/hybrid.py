@@ -19,7 +19,7 @@ from hetero.ops.gpu.deferral import parted
 from hetero.ops.gpu.experts import EXACT_ROWS
 from hetero.ops.gpu.hybrid_prefill import ROWS, Chunk
 from hetero.ops.gpu.hybrid_shared import LONGEST, MOST_STAGED, HybridShared
-from hetero.ops.gpu.launch import ExpertLaunch, check_format
+from hetero.ops.gpu.launch import ExpertLaunch, Later, check_format
 from hetero.ops.gpu.pinned import PinnedArena
 from hetero.trace import AHEAD, SUBMIT, WAIT
 
@@ -118,7 +118,7 @@ class TierCounts:
 
 class _Step(NamedTuple):
     """What ``collect`` needs of a ``submit``. ``addresses``: of experts in GPU memory and of those that are
-    read in place; ``read``: of those that are brought beforehand, once ``mark`` says so."""
+    read in place; ``later``: of those that are brought beforehand."""
 
     rows: int
     result: Tensor
@@ -127,8 +127,7 @@ class _Step(NamedTuple):
     addresses: Tensor
     sources: Tensor | None
     quantised: tuple[Tensor, Tensor]
-    read: Tensor | None
-    mark: Any
+    later: Later | None
 
 
 class HybridExperts:
@@ -206,8 +205,8 @@ class HybridExperts:
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
         launch, shared = self.launch, self.shared
         staged = shared.stages(rows, cache.stride) if launch else 0
-        # Of experts in GPU memory and, where some are brought, of these.
-        addresses = torch.empty(2 if staged else 1, rows, slots, dtype=torch.int64, device=self.device)
+        # Of experts in GPU memory and, where some are brought, of these, and of both.
+        addresses = torch.empty(3 if staged else 1, rows, slots, dtype=torch.int64, device=self.device)
         sources = torch.empty_like(ids)
         # One step at a time has the free slots. Read by programs that compute with them, biases lie apart.
         stays = cache.reserve > 0 and cache.moves > 0 and not self._pending
@@ -229,15 +228,20 @@ class HybridExperts:
         self.port.record_submit(self.layer)
         stamps.lap(SUBMIT)
         # Behind the flag, which would else wait for what crosses PCIe.
-        mark = shared.stage(self._bring) if staged else None
-        if shared.soon and cache.moves > 0 and not self._pending:
-            choose = partial(cache.choose, ids, shared.most_of(rows), soon=True)
-            shared.learn(self.layer, ids, choose, self._fetch)
+        learns = shared.soon and cache.moves > 0 and not self._pending
+        most, later = shared.most_of(rows), None
+        if staged:
+            mark = shared.stage(partial(self._bring, ids if learns else None, most))
+            later = Later(addresses[1], addresses[2], partial(shared.staged, mark))
+        elif learns:
+            shared.fork(self.layer, ids, lambda ids: cache.choose(ids, most, soon=True))
+        if learns:
+            shared.fork(self.layer, ids, lambda _: self._fetch())
         quantised = (q.view(torch.int32), scales) if coded else (q, q)
         self._pending.append(
             _Step(
-                rows, to.result, ids, weights, addresses[0], sources if stays or staged else None, quantised,
-                addresses[1] if staged else None, mark,
+                rows, to.result, ids, weights, addresses[0], sources if stays and not staged else None,
+                quantised, later,
             )
         )  # fmt: skip
 
@@ -257,18 +261,17 @@ class HybridExperts:
             # what was chosen counts as there.
             if moves:
                 self.shared.fork(self.layer, step.ids, lambda _: self._fetch())
-            if step.read is not None:
+            if step.later is not None:
                 self.shared.unstage()
 
     def _sum(self, step: _Step, extra: Tensor | None) -> Tensor:
-        own = read = None
+        own = None
         if self.launch is not None:
-            given = self.cache.memory, step.quantised
-            own = self.launch.few(*given, step.addresses, step.weights, step.sources)
-            if step.read is not None:
-                self.shared.staged(step.mark)
-                read = self.launch.few(*given, step.read, step.weights, step.sources)
-        stamps.lap_experts(self.cache.totals[:3], self.experts.whole_bytes, in_place=step.read is None)
+            own = self.launch.few(
+                self.cache.memory, step.quantised, step.addresses, step.weights,
+                sources=step.sources, later=step.later,
+            )  # fmt: skip
+        stamps.lap_experts(self.cache.totals[:3], self.experts.whole_bytes, in_place=step.later is None)
         if self.before_wait is not None:
             self.before_wait()
             stamps.lap(AHEAD)
@@ -277,15 +280,14 @@ class HybridExperts:
         out = torch.empty(step.rows, self.experts.spec.hidden, device=self.device)
         count = out.numel()
         hybrid_kernels.add[(-(-count // _WIDTH),)](
-            out if own is None else own, out if read is None else read, step.result,
-            out if extra is None else extra.contiguous(), out, count,
-            HAS_OWN=own is not None, HAS_READ=read is not None, HAS_EXTRA=extra is not None, WIDTH=_WIDTH,
+            out if own is None else own, step.result, out if extra is None else extra.contiguous(), out,
+            count, HAS_OWN=own is not None, HAS_EXTRA=extra is not None, WIDTH=_WIDTH,
         )  # fmt: skip
         return out
 
-    def _bring(self) -> None:
+    def _bring(self, ids: Tensor | None, most: Tensor) -> None:
         stamps.start()
-        self.cache.bring(self._coming)
+        self.cache.bring(self._coming, ids, most)
         stamps.lap_reads(self.cache.totals[1:4], self.experts.whole_bytes)
 
     def _fetch(self) -> None:

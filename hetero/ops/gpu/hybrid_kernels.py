@@ -96,21 +96,15 @@ def gate_up(
 
 
 @triton.jit
-def add(
-    own, read, result, extra, out, count,
-    HAS_OWN: tl.constexpr, HAS_READ: tl.constexpr, HAS_EXTRA: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """out = own + read + result + extra, float32 [count]; programs of WIDTH. ``result`` is the CPU's, in
-    mapped host memory; ``extra`` of any type."""
+def add(own, result, extra, out, count, HAS_OWN: tl.constexpr, HAS_EXTRA: tl.constexpr, WIDTH: tl.constexpr):
+    """out = own + result + extra, float32 [count]; programs of WIDTH. ``result`` is the CPU's, in mapped host
+    memory; ``extra`` of any type."""
     at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     here = at < count
     # What the CPU wrote may not come from a cache.
     total = tl.load(result + at, here, 0.0, cache_modifier=".cv")
     if HAS_OWN:
-        mine = tl.load(own + at, here, 0.0)
-        if HAS_READ:
-            mine += tl.load(read + at, here, 0.0)
-        total = mine + total
+        total = tl.load(own + at, here, 0.0) + total
     if HAS_EXTRA:
         total += tl.load(extra + at, here, 0.0).to(tl.float32)
     tl.store(out + at, total, here)

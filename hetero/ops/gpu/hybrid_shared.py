@@ -61,13 +61,12 @@ class Sides(NamedTuple):
 class Beside(Protocol):
     """A second stream: ``run`` puts work behind what the current stream holds and beside what follows,
     ``join`` makes the current stream wait for it. ``mark`` names what it holds so far, for ``wait``, by which
-    the current stream waits for no more than that; ``follow`` makes it wait for another one."""
+    the current stream waits for no more than that."""
 
     def run(self, work: Callable[[], None]) -> None: ...
     def join(self) -> None: ...
     def mark(self) -> Any: ...
     def wait(self, mark: Any) -> None: ...
-    def follow(self, other: Beside) -> None: ...
 
 
 class SideStream:
@@ -97,10 +96,6 @@ class SideStream:
     def wait(self, mark: Any) -> None:
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(mark)
-
-    def follow(self, other: Beside) -> None:
-        if self.stream is not None:
-            self.stream.wait_event(other.mark())
 
 
 class HybridShared:
@@ -139,7 +134,6 @@ class HybridShared:
         self.early = said if early is None else early
         self.soon = said if soon is None else soon
         self.side: Beside = side or SideStream(self.device)
-        self._learning: Beside = SideStream(self.device)
         # Layers with moves that no later step may overtake, and what these read: it may not be freed before.
         self._forked: dict[int, Tensor] = {}
         self._staged = False  # a step that was not collected has experts in the buffers of prompts
@@ -239,14 +233,6 @@ class HybridShared:
     def unstage(self) -> None:
         """What was brought has been computed, or never will be."""
         self._staged = False
-
-    def learn(self, layer: int, ids: Tensor, choose: Callable[[], None], fetch: Callable[[], None]) -> None:
-        """Choose beside what the step reads, and fetch behind both. ``ids``: what ``choose`` reads."""
-        self._forked[layer] = ids
-        self._learning.run(choose)
-        self.side.follow(self._learning)
-        self.side.run(fetch)
-        # Whoever waits for the one has waited for the other.
 
     def fork(self, layer: int, ids: Tensor, work: Callable[[Tensor], None]) -> None:
         """Start what moves the experts of a layer whose step uses ``ids``."""

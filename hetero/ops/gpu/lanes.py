@@ -80,9 +80,8 @@ class Lanes:
         """Add what lies in pinned host memory, read in place: a copy would wait behind the next layer's
         experts, which are on their way by now."""
         hybrid_kernels.add[(-(-out.numel() // _WIDTH),)](
-            out, out, result, out, out, out.numel(),
-            HAS_OWN=True, HAS_READ=False, HAS_EXTRA=False, WIDTH=_WIDTH,
-        )  # fmt: skip
+            out, result, out, out, out.numel(), HAS_OWN=True, HAS_EXTRA=False, WIDTH=_WIDTH
+        )
         if self.cuda:
             # Its memory is given back once the kernel has read it.
             self.lend(result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,15 @@ def check_format(spec: ExpertSpec, fmt: Format, device: object, down_format: For
         raise InputError(f"experts on {device}: this model's experts need steps between their projections")
 
 
+class Later(NamedTuple):
+    """Experts of a step that are not there yet, by pair: their ``addresses``, ``every`` one of the step, and
+    what makes the current stream wait for them."""
+
+    addresses: Tensor
+    every: Tensor
+    wait: Callable[[], None]
+
+
 class ExpertLaunch:
     """Constants of the experts of one block, and the kernels over them. ``base``: any tensor of bytes on the
     device; experts come by address. ``down_format``: of down, if another."""
@@ -111,11 +121,14 @@ class ExpertLaunch:
         rows: tuple[Tensor, Tensor],
         addresses: Tensor,
         weights: Tensor,
+        *,
         sources: Tensor | None = None,
+        later: Later | None = None,
     ) -> Tensor:
         """Every pair by itself, at the speed of memory: float32 [T, hidden], the weighted sum of the pairs
         that have an address (``addresses`` int64 and ``weights`` float32 [T, k], contiguous). ``sources``:
         host addresses from which experts are brought to theirs on the way, see ``hybrid_kernels.gate_up``.
+        ``later``: experts that come after these.
         """
         tokens, slots = addresses.shape
         asm, of_up, of_down = {"ASM": capability(self.device)}, self.format, self.down_format
@@ -131,9 +144,12 @@ class ExpertLaunch:
         grid_up, grid_down = (self.blocks_up, tokens * slots), (self.blocks_down, tokens)
         # What is read in place in host memory is read once and no sooner than it is needed. A single row's
         # experts are all brought, but for those beyond the slots that are kept free.
-        near = sources is not None and tokens == 1
-        if sources is None:
-            expert_kernels.gate_up[grid_up](base, *rows, addresses, h, slots, *self.limits, NEAR=False, **up)
+        near = (sources is not None or later is not None) and tokens == 1
+        if sources is None or later is not None:
+            for given in (addresses,) if later is None else (addresses, later.addresses):
+                if later is not None and given is later.addresses:
+                    later.wait()
+                expert_kernels.gate_up[grid_up](base, *rows, given, h, slots, *self.limits, NEAR=near, **up)
         else:
             hybrid_kernels.gate_up[grid_up](
                 base, *rows, addresses, sources, h, slots, *self.limits, **up,
@@ -142,7 +158,8 @@ class ExpertLaunch:
             )  # fmt: skip
         hq = quantised_rows(self.down_format, h, self.down["K"])
         down |= overlap(self.device) | {"NEAR": near}
-        expert_kernels.down[grid_down](base, *hq, addresses, weights, out, slots, **down)
+        every = addresses if later is None else later.every
+        expert_kernels.down[grid_down](base, *hq, every, weights, out, slots, **down)
         return out
 
     def many(
