@@ -68,6 +68,7 @@ class Null:
     """A decoder of no work: a step hands every layer over and says any token."""
 
     vocabulary, state_bytes, window, grain = VOCABULARY, 0, 3, 1
+    gathers_on_host = True
     paged: tuple[Tensor, ...] = ()
 
     def __init__(self, words: int, rows: int, slots: int) -> None:

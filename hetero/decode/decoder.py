@@ -186,6 +186,11 @@ class Decoder:
         """Last tokens of a sequence that ``gather`` looks at; 0 for a family without n-gram embeddings."""
         return self._family.window
 
+    @property
+    def gathers_on_host(self) -> bool:
+        """Whether ``gather`` waits for nothing that the device does."""
+        return self._family.gathers_on_host
+
     def gather(self, tokens: Sequence[Sequence[int]], out: Tensor | None = None) -> Tensor | None:
         """N-gram embeddings [n, ple_embed_dim] on the host for the newest of each row's last tokens, into
         ``out`` of this shape where it is given; None for a family without. Raises MachineError where they lie

@@ -50,6 +50,11 @@ class NgramTable:
         joined = np.array([*past[len(past) - self.size + 1 :], *tokens], dtype=np.int64)
         return np.lib.stride_tricks.sliding_window_view(joined, self.size)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether its rows lie in main memory or on disk."""
+        return isinstance(self._module, HostEmbedding) or self._module.weight.device.type == "cpu"
+
     def gather(self, windows: NDArray[np.int64], out: Tensor | None = None) -> Tensor:
         """Embeddings [n, width] of the newest tokens of windows, on the table's device; into ``out``, of any
         type of floats and device, where it is given. Raises MachineError where the table is on disk and

@@ -206,9 +206,11 @@ class FusedRun:
 
     def step(self, sequences: Sequence[Any], tokens: Sequence[int]) -> Sequence[int]:
         with _decoding(self._table, len(tokens)):
-            return self.runner.step(list(zip(sequences, tokens, strict=True)), logits=False).ids
+            rows = list(zip(sequences, tokens, strict=True))
+            return self.runner.step(rows, logits=False, ahead=True).ids
 
     def end(self, sequence: Any) -> None:
+        self.runner.settle()  # what follows may move tables that a step reads
         self.runner.release(sequence)
 
     def force(self, routing: ForcedRouting | None) -> None:
@@ -309,6 +311,7 @@ class FusedRun:
                 runner.release(slot)
 
     def counts(self) -> Counts:
+        self.runner.settle()  # of whole steps, one that was launched ahead among them
         each = [one.counts() for one in self._hybrid]
         return Counts(*(sum(getattr(one, name) for one in each) for name in ("gpu", "pcie", "cpu", "moved")))
 

@@ -60,6 +60,7 @@ class PagedDecoder:
         self.expected: list[tuple[list[int], list[int]]] = []  # (before, tokens)
         self.window = 16 if ple else 0
         self.check_ple = True
+        self.gathers_on_host = True
 
     def inputs(self, rows: int) -> StepInputs:
         return StepInputs(

@@ -288,6 +288,24 @@ def test_a_failure_ahead_is_told_to_its_own_sequences() -> None:
     made.close()
 
 
+def test_embeddings_that_lie_on_the_device_come_before_the_step() -> None:
+    """What the device itself must bring, it may not be waiting for."""
+    decoder = PagedDecoder(2, CONTEXT, 3)
+    decoder.gathers_on_host = False
+    means = TwinMeans()
+    runner = GpuRunner(
+        decoder, [], handoff=None, slots=2, context=CONTEXT, rows=(1, 2), means=means, ahead=True
+    )
+    runner.capture()
+    means.ahead = 0
+    slot, tokens = runner.claim(), [7]
+    for _ in range(4):
+        tokens += runner.step([(slot, tokens[-1])], ahead=True).ids
+    assert tokens[1:] == greedy([7], 4)
+    assert means.ahead == 0
+    runner.close()
+
+
 class Broken:
     """N-gram embeddings of which the one after so many cannot be read."""
 

@@ -1,4 +1,4 @@
-"""Steps of models without fused layers as captured graphs on a real device, with the CPU's experts in them."""
+"""Steps of models without fused layers as captured graphs on a device, with the CPU's experts in them."""
 
 from __future__ import annotations
 

@@ -44,6 +44,11 @@ class Family(Protocol):
         """Last tokens of a sequence that ``gather`` looks at; 0: there are no n-gram embeddings."""
         ...
 
+    @property
+    def gathers_on_host(self) -> bool:
+        """Whether ``gather`` waits for nothing that the device does."""
+        ...
+
     def gather(self, tokens: Sequence[Sequence[int]], out: Tensor | None = None) -> Tensor | None:
         """N-gram embeddings [n, ple] on the host for the newest of each row's last tokens, into ``out`` where
         it is given; None: none."""

@@ -22,6 +22,7 @@ class Qwen3Moe:
     """Attention in every layer."""
 
     ple = window = 0
+    gathers_on_host = True
     _norm_offset: ClassVar[float] = 0.0
 
     def __init__(self, build: Build) -> None:

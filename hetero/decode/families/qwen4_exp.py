@@ -61,6 +61,10 @@ class Qwen4Exp:
     def window(self) -> int:
         return max((ngrams.table.size for ngrams in self._ngrams), default=0)
 
+    @property
+    def gathers_on_host(self) -> bool:
+        return all(ngrams.table.on_host for ngrams in self._ngrams)
+
     def gather(self, tokens: Sequence[Sequence[int]], out: Tensor | None = None) -> Tensor | None:
         if not self._ngrams:
             return None

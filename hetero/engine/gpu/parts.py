@@ -98,6 +98,10 @@ class Decoder(Protocol):
     def window(self) -> int:
         """Last tokens of a sequence that ``gather`` looks at; 0: there are no n-gram embeddings."""
 
+    @property
+    def gathers_on_host(self) -> bool:
+        """Whether ``gather`` waits for nothing that the device does."""
+
     def expect(self, before: Sequence[int], tokens: Sequence[int]) -> None:
         """``tokens`` after ``before`` are about to be read by ``prefill``. Returns at once."""
 

@@ -86,7 +86,8 @@ class Steps:
         inputs = {n: decoder.inputs(n) for n in rows}
         device = inputs[rows[0]].tokens.device
         self._results = [Results(rows[-1], device) for _ in self.tracks]
-        late = inputs[rows[0]].ple is not None and not eager
+        # What has to wait for the device itself may not be awaited by it.
+        late = inputs[rows[0]].ple is not None and not eager and decoder.gathers_on_host
         self._gate: Gate | None = means.gate(handoff, tracks) if late else None
         self._gated = False  # whether what is recorded now waits at the gate
         self._closed: set[int] = set()  # gates before which a step is, or will be
