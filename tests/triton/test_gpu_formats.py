@@ -18,8 +18,8 @@ from hetero.ops.gpu.launch import ExpertLaunch, _cut, _reading
 from hetero.ops.gpu.op import GpuExpertsOp
 from hetero.ops.gpu.packed import capability, matrix_sizes
 from hetero.ops.gpu.tuning import cut_up
-from hetero.quant.pack import dequantise
-from tests.cpu.kernel_runner import GEMV, Matrix, valid_codes
+from hetero.quant.pack import dequantise, pack_codes
+from tests.cpu.kernel_runner import GEMV, Matrix, random_scales, valid_codes
 from tests.cpu.reference import fill, random_kept, random_routing, random_weights
 from tests.triton.flips import EXACT, beyond, decoded
 
@@ -62,6 +62,20 @@ def test_one_matrix_equals_the_cpu(name: str, generator: torch.Generator) -> Non
     wanted = torch.from_numpy(matrix.run("scalar", GEMV, x.numpy())[:, :N])
     assert relative(got, wanted) < EXACT
     assert relative(got, torch.from_numpy(matrix.evaluate(x.numpy()))) < EXACT
+
+
+@pytest.mark.parametrize("name", ["int8a", "mxfp4", "q2_k", "q6_k", "iq4_xs"])
+def test_extreme_codes(name: str, generator: torch.Generator) -> None:
+    """Rows of the highest and of the lowest codes alone, by the largest activations of either sign."""
+    fmt = parse_format(name)
+    codes = torch.tensor(sorted(valid_codes(fmt)), dtype=torch.uint8)
+    rows = codes[torch.randint(0, 2, (N, 1), generator=generator) * (len(codes) - 1)].expand(N, K)
+    scales, extra = random_scales(fmt, N, K, generator)
+    matrix = Matrix(fmt, pack_codes(fmt, rows.contiguous(), scales, extra), N, K)
+    x = torch.full((1, K), 3.0)
+    x[:, 150:] = -3.0
+    got = one_matrix(fmt, torch.from_numpy(matrix.packed), x)
+    assert relative(got, torch.from_numpy(matrix.run("scalar", GEMV, x.numpy())[:, :N])) < EXACT
 
 
 @pytest.mark.parametrize("name", ["int4", "int8"])
