@@ -29,7 +29,7 @@ from hetero.rules.options import expected_format
 DENSE_WORDS = ("auto", *DENSE_WIDTH, *DENSE_PACKED)
 SHORT_PROMPT = 512
 _WORTH = 1.1  # what dense layers in 8 bits must gain to be chosen where bfloat16 fits
-_SMALLER = ("int8", "int4")  # formats to fall back to where experts do not fit, in this order
+_SMALLER = ("int8", "int4", "int4 g128")  # formats to fall back to where experts do not fit, in this order
 FORMAT = "experts in "  # of alternatives that differ in the experts' format
 
 
@@ -158,7 +158,8 @@ def _choose(
     inventory: Inventory, hardware: Hardware, request: Request, any_format: bool
 ) -> tuple[Request, Layout]:
     """The request with its format decided, and the layout: the first that keeps experts off the disk, else
-    the one with the fewest there."""
+    the one with the fewest there. Where a format may be chosen, one whose experts all fit main memory, which
+    fused layers need, comes before larger ones that do not."""
     formats = [request.expert_format]
     if any_format:
         bits = request.expert_format.bits_per_weight
@@ -171,7 +172,7 @@ def _choose(
             if isinstance(layout, MachineError):
                 failure = layout  # the last one tried needs the least
                 continue
-            if layout.on_disk <= 0:
+            if layout.on_disk <= 0 and not (any_format and _keeps_from_fusing(layout)):
                 return asked, layout
             if best is None or layout.on_disk < best[1].on_disk:
                 best = asked, layout
@@ -179,6 +180,11 @@ def _choose(
         assert failure is not None
         raise failure
     return best
+
+
+def _keeps_from_fusing(layout: Layout) -> bool:
+    """Layers could be fused, but main memory lacks room for all experts."""
+    return layout.fused and not (layout.copies and layout.in_ram >= 1.0)
 
 
 def _layouts(inventory: Inventory, hardware: Hardware, request: Request) -> Iterator[Layout | MachineError]:

@@ -406,6 +406,12 @@ def test_a_smaller_format_where_it_must_be() -> None:
     assert make_plan("m", model, hardware, request).layout.on_disk > 0
     chosen = make_plan("m", model, hardware, request, any_format=True)
     assert (str(chosen.request.expert_format), chosen.layout.on_disk) == ("int4 g32", 0.0)
+    # Fused layers need all experts in main memory, and those in groups of 32 do not fit.
+    desktop = machine(ram=64 * GIB)
+    fused = make_plan("m", model, desktop, asked("int4", vram=24 * GIB), any_format=True)
+    assert (str(fused.request.expert_format), fused.today.fused) == ("int4 g128", "qwen-gpu")
+    none = make_plan("m", model, machine(ram=56 * GIB), asked("int4", vram=24 * GIB), any_format=True)
+    assert (str(none.request.expert_format), none.today.fused) == ("int4 g32", None)
     roomy = make_plan("m", model, machine(gpu=False, ram=256 * GIB), request, any_format=True)
     assert (str(roomy.request.expert_format), roomy.layout.dense) == ("int8 g32", "float32")
 
