@@ -65,10 +65,10 @@ def test_a_user_who_sets_nothing_gets_the_checkpoints_values(scheme: str, tmp_pa
 @pytest.mark.parametrize("scheme", ["w8a8-fp8-rows", "gptq-order"])
 def test_llama4_with_matrices_of_each_expert(scheme: str, tmp_path: Path) -> None:
     """As tools that quantise it write it, which transformers has no conversion for."""
-    made, config = SCHEMES[scheme], tiny_config("llama4_text")
-    for name in ("hidden_size", "intermediate_size", "intermediate_size_mlp"):
-        setattr(config, name, 256)
-    config.num_experts_per_tok = 1  # as all of them: more tokens than 16 would be rounded to bf16
+    # One expert a token, as all of them have: more rows than 16 would be rounded to bf16.
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "intermediate_size_mlp"), 256)
+    few = {"num_hidden_layers": 1, "moe_layers": [0], "num_local_experts": 2, "num_experts_per_tok": 1}
+    made, config = SCHEMES[scheme], tiny_config("llama4_text", **sizes, **few)
     chosen = choose_class(config)
     model = tiny_model(chosen.cls, chosen.config, seed=int(torch.randint(2**31, ())))
     stored: dict[str, torch.Tensor] = {}

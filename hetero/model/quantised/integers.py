@@ -132,7 +132,8 @@ class IntegerMatrix(Matrix):
                     f"{self.file}: tensor {self.name}: activation order (act-order) scatters its groups over "
                     f"the columns; {REQUANTISE}"
                 )
-            codes = codes[:, torch.argsort(read.order, stable=True)]
+            columns = torch.argsort(read.order, stable=True)
+            codes = codes.gather(1, columns.expand(self.n, -1))  # three times as fast as an index
         zeros = read.zeros
         if self.symmetric and zeros is not None:
             if bool((zeros != self.middle).any()):
