@@ -248,7 +248,7 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     if save_routing is not None:
         _save_table(save_routing, series, inventory)
         return
-    told = [predicted(found.name, one, inventory, options, series) for one in others]
+    told = [told for one in others for told in predicted(found.name, one, inventory, options, series)]
 
     def save(result: dict[str, Any]) -> None:
         if json_to not in (None, "-"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from hetero.core import MachineError
 from hetero.plan import constants
 from hetero.plan.as_json import as_dict
 from hetero.plan.estimate import estimate
@@ -14,6 +15,7 @@ from hetero.plan.inventory import Inventory
 from hetero.plan.machine import this_machine
 from hetero.plan.planner import make_plan
 from hetero.plan.routing import Routing
+from hetero.plan.sizes import gib
 from hetero.plan.tiers import Layout, Request
 from hetero.plan.today import modules_step
 from hetero.plan.workspace import LATER
@@ -21,11 +23,15 @@ from hetero.report.bench import Series
 from hetero.report.bench_memory import everything_in_memory, host_items, run_layout
 from hetero.report.bench_options import Options
 
+ROOMY = 128 << 30
+"""Of main memory, where a profile's is too small for all experts."""
+
 
 def predicted(
-    name: str, plan_for: Any, inventory: Inventory, options: Options, series: Series
-) -> dict[str, Any]:
-    """What the plan says of another machine with the same request. ``plan_for``: its profile."""
+    name: str, plan_for: Hardware, inventory: Inventory, options: Options, series: Series
+) -> list[dict[str, Any]]:
+    """What the plan says of another machine with the same request; where main memory is all that keeps its
+    layers from being fused, of one with ROOMY bytes too. ``plan_for``: its profile."""
     asked = Request(
         options.fmt,
         vram=options.vram,
@@ -33,10 +39,35 @@ def predicted(
         concurrency=series.batches[0],
         dense=options.dense,
     )
-    made = make_plan(name, inventory, plan_for, asked, alternatives=False)
-    told = as_dict(made)
-    keys = ("hardware", "fits", "decode", "expected", "prefill", "experts", "dense")
-    return {key: told[key] for key in keys} | {"layers": options.layers}
+    roomy = plan_for.model_copy(
+        update={
+            "name": f"{plan_for.name} with {gib(ROOMY)}",
+            "ram": plan_for.ram.model_copy(update={"bytes": ROOMY}),
+        }
+    )
+    found = []
+    for hardware in (plan_for, roomy):
+        try:
+            made = make_plan(name, inventory, hardware, asked, alternatives=False)
+        except MachineError as error:
+            nothing: dict[str, Any] = {
+                "decode": [],
+                "expected": [],
+                "prefill": [],
+                "experts": None,
+                "dense": options.dense,
+            }
+            told = {"hardware": hardware.name, "fits": False, "why_not": str(error), **nothing}
+            short = plan_for.ram.bytes < ROOMY
+        else:
+            all_told = as_dict(made)
+            keys = ("hardware", "fits", "decode", "expected", "prefill", "experts", "dense")
+            told = {key: all_told[key] for key in keys} | {"why_not": made.today.why_not}
+            short = made.layout.fused and made.today.fused is None and plan_for.ram.bytes < ROOMY
+        found.append(told | {"layers": options.layers})
+        if not short:
+            break
+    return found
 
 
 def against_plan(

@@ -23,11 +23,13 @@ from hetero.engine.synthetic import load_synthetic
 from hetero.formats import parse_format
 from hetero.model.shapes import resolve_model
 from hetero.plan import families
+from hetero.plan.hardware import load_hardware
 from hetero.report import bandwidth, bench_load, bench_memory, bench_options
 from hetero.report.bandwidth import CpuReads, Rates, threads_within
 from hetero.report.bench import Bench, Series, spread
 from hetero.report.bench_memory import Memory, require_memory
 from hetero.report.bench_options import Options
+from hetero.report.bench_plan import predicted
 from hetero.report.bench_runs import Counts, ModulesRun
 from hetero.report.bench_text import show
 from hetero.report.bound import Bound, hardware_of
@@ -516,6 +518,25 @@ def test_a_result_of_a_gpu_is_shown() -> None:
         "plan: local routing, 1 rows: 100.0 tok/s, measured 80.0 (+25.0%)",
     ):  # fmt: skip
         assert words in text, words
+
+
+def test_predictions_of_machines_that_lack_memory() -> None:
+    model = resolve_model("synthetic:qwen3.8-flash-next-125b")
+    inventory = families.inventory(model.config)
+    assert inventory is not None
+    rules = str(default_rules_for("qwen4_exp", True))
+    options = Options(model, model.config, parse_format("int4"), "int8", True, rules, vram=24 << 30)
+
+    def told(name: str, **changes: Any) -> list[dict[str, Any]]:
+        return predicted("m", load_hardware(name), inventory, replace(options, **changes), Series())
+
+    small, roomy = told("rtx4090-7950x")
+    assert (small["hardware"], roomy["hardware"]) == ("rtx4090-7950x", "rtx4090-7950x with 128.0 GiB")
+    assert roomy["expected"][0]["tok_s"] > 3 * small["expected"][0]["tok_s"]
+    assert [one["hardware"] for one in told("h200-xeon16")] == ["h200-xeon16"]
+    (none, more) = told("rtx4090-7950x", vram=4 << 30)
+    assert (none["fits"], more["fits"]) == (False, False)
+    assert "GPU memory" in none["why_not"]
 
 
 def test_what_a_cap_of_the_cpu_has_come_to() -> None:
