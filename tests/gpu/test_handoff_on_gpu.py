@@ -177,6 +177,17 @@ def test_auto_takes_the_faster_one_that_works() -> None:
     assert "us a layer" in chosen.why
 
 
+def test_auto_is_tried_with_the_experts(experts: list[CpuExperts]) -> None:
+    """Of the model at hand; the hand-off that was chosen works."""
+    captured = Captured("auto", experts)
+    backend = captured.handoff.backend
+    assert backend.name == "hostfunc" or "with its experts" in backend.why
+    captured.fresh()
+    captured.replay()
+    captured.check()
+    captured.handoff.close()
+
+
 def test_driver_attributes() -> None:
     from hetero.hw.cuda_driver import driver
 

@@ -177,6 +177,9 @@ class PlainGraphs:
         if self._cache is None:
             self._cache = HeldCache(sequence.held, self._length)
         self._cache.load(sequence.held, sequence.length)
+        # What it was copied from is of another stream, where its memory may be used again at once.
+        self._means.mark(0)
+        self._means.wait(0, 0)
         self._cache.show(sequence.held, sequence.length)
         self._owner = weakref.ref(sequence)
 
