@@ -66,9 +66,9 @@ def resolve_tables(placement: Placement, model: Any, plan: LoadPlan, source: Sou
 
     ``options["table"]`` gets ``stored`` (a StoredTable; None: its rows cannot be read one by one, so that
     ``tier: auto`` has become ``ram``), ``nbytes`` in the files, and ``dtype``, the name of the type that main
-    memory would hold it in. Raises InputError, naming the rule, for a
-    table that is shared with another module, for one on disk whose rows cannot be read, and for the embedding
-    of the tokens where rules fuse layers.
+    memory would hold it in. Raises InputError, naming the rule, for a table that is shared with another
+    module, for one on disk whose rows cannot be read, and for the embedding of the tokens where rules fuse
+    layers.
     """
     fused = any(one.op == "fused" for one in placement.assignments)
     targets = {name: target for target in plan.names.targets for name in target.names}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from hetero.cli import app
 from hetero.core import InputError, MachineError
-from hetero.engine.load import Loaded, load_model
+from hetero.engine.load import Loaded, load_model, prepare
 from hetero.engine.request import Request, Result
 from hetero.engine.synthetic import load_synthetic
 from hetero.hw import memory
@@ -254,6 +254,23 @@ def test_what_cannot_be_on_disk_is_refused_by_name(tmp_path: Path) -> None:
     )
     auto = load(other, "{op: embedding}")
     assert not disk_tables(auto.runnable.model)
+
+
+def test_fused_layers_read_their_tokens_embedding_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "m"
+    write("qwen4_exp_text", folder, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    rules = tmp_path / "mine.yaml"
+    own = "  - name: mine\n    match: {name: 'embed_tokens$'}\n    replace: {op: embedding}\n"
+    rules.write_text(f"extends: qwen-gpu\nrules:\n{own}")
+    with pytest.raises(InputError, match="rule 1 'mine': op 'embedding': fused layers read rows of"):
+        prepare(folder, rules=rules)
+    rules.write_text("extends: qwen-gpu\nvars: {table: disk}\n")
+    ready = prepare(folder, rules=rules)
+    tiers = [one.options["table"]["tier"] for one in ready.placement.assignments if one.op == "embedding"]
+    assert tiers == ["disk"] * 2
 
 
 def test_a_quantised_matrix_has_no_rows_of_its_own(tmp_path: Path) -> None:
