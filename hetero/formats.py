@@ -163,14 +163,13 @@ class Format:
 GPU_FORMATS = tuple(name for name in _KINDS if name != "f32")
 """Names of the formats that the kernels for experts on a GPU read."""
 
+GPU_LINEAR_FORMATS = ("bf16", "int8", "int4", "fp8")
+"""Names of the formats that the kernels for linear layers on a GPU read."""
+
 
 def on_gpu(fmt: Format) -> bool:
     """Whether the kernels for experts on a GPU read a format."""
-    return fmt.name in GPU_FORMATS and not fmt.blocks and not fmt.ordered
-
-
-GPU_LINEAR_FORMATS = ("bf16", "int8", "int4", "fp8")
-"""Names of the formats that the kernels for linear layers on a GPU read."""
+    return fmt.name in GPU_FORMATS and not fmt.blocks
 
 
 def valid_formats() -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hetero.core import InputError
-from hetero.formats import Format, in_blocks, on_gpu
+from hetero.formats import Format, in_blocks
 from hetero.model.loadplan import LoadPlan
 from hetero.model.pieces import PartSource
 from hetero.model.quantised import InexactError
@@ -49,14 +49,12 @@ def _resolve(
 ) -> Assignment:
     choice = parse_choice(str(experts["format"]))
     takes_codes = experts.get("backend", "native") == "native"
-    device = str(experts.get("device", "cpu"))
     formats: dict[str, tuple[str, str]] = {}
     for name in plan.experts:
         if not name.startswith(f"{assignment.module}."):
             continue
         if choice.keeps and takes_codes:
-            where = assignment.rule.where
-            found = _kept(name, plan, source, choice=choice, device=device, where=where, notes=notes)
+            found = _kept(name, plan, source, choice=choice, where=assignment.rule.where, notes=notes)
             formats[name] = (str(found[0]), str(found[1]))
             continue
         quantised = _stored(name, plan)
@@ -70,14 +68,7 @@ def _resolve(
 
 
 def _kept(
-    name: str,
-    plan: LoadPlan,
-    source: Source,
-    *,
-    choice: FormatChoice,
-    device: str,
-    where: Where,
-    notes: Counter[str],
+    name: str, plan: LoadPlan, source: Source, *, choice: FormatChoice, where: Where, notes: Counter[str]
 ) -> tuple[Format, Format]:
     parts = {part: one for part, one in plan.parts[name].items() if part in ("gate", "up", "down")}
     if not plan.quantised[name]:
@@ -89,8 +80,6 @@ def _kept(
     formats = [one.format for one in parts.values() if one.format is not None]
     if not why and len({one.format for part, one in parts.items() if part != "down"}) > 1:
         why = "gate and up are quantised in different formats"
-    if not why and device != "cpu":
-        why = next((f"{device} does not read {one}" for one in formats if not on_gpu(one)), "")
     if not why:
         why = _inexact_scales(name, plan, source)
     if not why:
@@ -110,7 +99,7 @@ def _kept(
         )
     notes[
         f"experts: the checkpoint's {_stored(name, plan)} becomes {choice.fallback}, "
-        f"since {'no packed format keeps' if device == 'cpu' else 'nothing there keeps'} it: {why}"
+        f"since no packed format keeps it: {why}"
     ] += 1
     return choice.fallback, choice.fallback
 

@@ -153,7 +153,8 @@ def formats() -> None:
     x, weights = (torch.empty(20, wide, device="meta") for wide in (1024, 2))
     base, numbers = torch.empty(0, dtype=torch.uint8, device="meta"), x.new_empty(40, dtype=torch.int32)
     pairs = Sorted(numbers, numbers, numbers.view(-1, 2), numbers.long())
-    for up, down in zip(GPU_FORMATS, (*GPU_FORMATS[5:], *GPU_FORMATS[:5]), strict=True):
+    kinds = [*zip(GPU_FORMATS, (*GPU_FORMATS[5:], *GPU_FORMATS[:5]), strict=True)]
+    for up, down in (*kinds, ("int4 g64 ordered", "int8z ordered")):
         made = ExpertLaunch(spec, parse_format(up), torch.device("meta"), parse_format(down))
         rows = made.rows(x[:1].bfloat16())
         made.few(base, rows, numbers[:2].long().view(1, 2), weights[:1])

@@ -14,9 +14,12 @@ from hetero.formats import GPU_FORMATS, Format, parse_format
 from hetero.ops.gpu import expert_kernels, launch, linear_kernels
 from hetero.ops.gpu.codings import CODINGS
 from hetero.ops.gpu.experts import GpuExperts
+from hetero.ops.gpu.hybrid import DirectPort, HybridExperts
+from hetero.ops.gpu.hybrid_shared import HybridShared
 from hetero.ops.gpu.launch import ExpertLaunch, _cut, _reading
 from hetero.ops.gpu.op import GpuExpertsOp
 from hetero.ops.gpu.packed import capability, matrix_sizes
+from hetero.ops.gpu.pinned import PinnedArena
 from hetero.ops.gpu.tuning import cut_up
 from hetero.quant.pack import dequantise, pack_codes
 from tests.cpu.kernel_runner import GEMV, Matrix, random_scales, valid_codes
@@ -150,6 +153,43 @@ def test_blocks_of_a_file_become_the_same_bytes(generator: torch.Generator) -> N
     ours.save(0, wanted.numpy().data)
     assert op.missing() == []
     assert torch.equal(op.backend._memory[0].cpu(), wanted)
+
+
+def test_experts_with_an_order_of_their_own(generator: torch.Generator) -> None:
+    """Those of act-order checkpoints, with biases before the order; some in slots, some in host memory.
+
+    A code on a border may be another one, which is far less than inputs in another order or in other groups.
+    """
+    spec = ExpertSpec(9, 72, 40, 2, OAI, has_bias=True)
+    formats = parse_format("int4 g64 ordered"), parse_format("int8z g32 ordered")
+    ours, theirs = CpuExperts(spec, *formats), GpuExperts(spec, formats[0], DEVICE, formats[1])
+    for (expert, part), weight in random_weights(spec, generator).items():
+        given = (weight,)
+        put = "put"
+        if not part.endswith("_bias"):
+            packed = formats[part == "down"].packed
+            given, put = random_kept(packed, *weight.shape, generator), "put_codes"  # type: ignore[assignment]
+        for experts in (ours, theirs):
+            getattr(experts, put)(expert, part, *given)
+    assert theirs.missing() == [(expert, "order") for expert in range(spec.num_experts)]
+    for expert in range(spec.num_experts):
+        order = torch.randperm(spec.hidden, generator=generator).int()
+        for experts in (ours, theirs):
+            experts.put(expert, "order", order)
+    assert theirs.missing() == []
+    x, ids, weights = random_routing(spec, 2, generator)
+    ids[1, 0] = -1
+    wanted = ours.forward(x, ids, weights)
+    got = theirs.forward(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+    assert relative(got, wanted) < 1e-3
+    many = random_routing(spec, 20, generator)
+    got = theirs.forward(*(part.to(DEVICE) for part in many)).cpu()
+    assert relative(got, ours.forward(*many)) < 2e-2
+    port, shared = DirectPort([ours], 4, DEVICE), HybridShared(DEVICE, share=0.6)
+    hybrid = HybridExperts(ours, 0, port, shared, slots=8, arena=PinnedArena(ours, DEVICE))
+    wanted = ours.forward(x.bfloat16(), ids, weights)
+    hybrid.submit(x.bfloat16().to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+    assert relative(hybrid.collect(), wanted) < 1e-3
 
 
 MIXED = [

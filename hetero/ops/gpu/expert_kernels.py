@@ -74,6 +74,26 @@ def quantise_rows(x, q, scale, k, k_pad, stride, GROUPS: tl.constexpr, PDL: tl.c
 
 
 @triton.jit
+def quantise_pairs(
+    base, x, addresses, q, scale, slots, stride,
+    INPUTS: tl.constexpr, K: tl.constexpr, ORDER_AT: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """As ``quantise_rows`` of float32 x [T, INPUTS] for every pair that has an address: its token's values in
+    the order of its expert, int32 [INPUTS] at byte ORDER_AT of it. q [pairs, K], scale [pairs, K / 32];
+    program (pair, GROUPS groups)."""
+    pair = tl.program_id(0)
+    expert = tl.load(addresses + pair)
+    if expert != 0:
+        group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+        at = group[:, None] * ACT_GROUP + tl.arange(0, ACT_GROUP)[None, :]
+        order = _at(base, expert).to(tl.pointer_type(tl.int32)) + ORDER_AT // 4
+        column = tl.load(order + at, at < INPUTS, 0)
+        code, known = coded(tl.load(x + pair // slots * stride + column, at < INPUTS, 0.0))
+        tl.store(q + pair.to(tl.int64) * K + at, code, at < K)
+        tl.store(scale + pair * (K // ACT_GROUP) + group, known, group < K // ACT_GROUP)
+
+
+@triton.jit
 def _at(base, address):
     """A pointer to bytes from an address that is a multiple of 64. Of a pointer that is made of a number the
     compiler would not know that, and would load 4 bytes at a time."""

@@ -107,6 +107,7 @@ class GpuExperts:
         """Parts that have not been put, by expert."""
         parts = [p for p in ("gate", "up", "down") if self.spec.has_gate or p != "gate"]
         parts += [f"{part}_bias" for part in parts] if self.spec.has_bias else []
+        parts += ["order"] if self.format.ordered else []
         here = {expert: {part for _, part in packer.missing()} for expert, packer in self._packers.items()}
         return [
             (expert, part)

@@ -71,14 +71,14 @@ def gate_up_rows(
     INPUTS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr,
     SCALES_AT: tl.constexpr, BIAS_AT: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
-    DEPTH: tl.constexpr, TWIN: tl.constexpr,
+    DEPTH: tl.constexpr, TWIN: tl.constexpr, ORDER_AT: tl.constexpr,
 ):  # fmt: skip
     """h bf16 [rows, N], in the sorted order from row ``from_`` on; program (BLOCKS blocks of outputs, tile of
     rows, ``tile_from`` being the first).
 
     ``x`` bf16 [T, INPUTS]; ``order`` int32 [pairs]: pairs by expert; ``tiles`` int32 [tiles, 2]: first and
     last + 1 of the sorted rows of a tile, all of one expert, equal where the tile is empty; ``addresses``
-    int64 [tiles].
+    int64 [tiles]. ORDER_AT: where an expert has the order of its inputs, if not 0.
     """
     chunk, tile = tl.program_id(0), tl.program_id(1) + tile_from
     begin, end = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -95,6 +95,9 @@ def gate_up_rows(
         for first in range(0, K, DEPTH):
             at = first + tl.arange(0, DEPTH)
             here = live[:, None] & (at < INPUTS)[None, :]
+            if ORDER_AT != 0:
+                order = _at(base, expert).to(tl.pointer_type(tl.int32)) + ORDER_AT // 4
+                at = tl.load(order + at, at < INPUTS, 0)
             rows = tl.load(x + token[:, None].to(tl.int64) * INPUTS + at[None, :], here, 0.0)
             w = _decoded(block, blocks, first, K, stride, GROUP, SCALES_AT, FORMAT, BLOCKS, DEPTH, TWIN)
             one = _product(rows, w, one, TWIN)

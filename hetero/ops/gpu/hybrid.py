@@ -208,11 +208,12 @@ class HybridExperts:
         # Of experts in GPU memory and, where some are brought, of these, and of both.
         addresses = torch.empty(3 if staged else 1, rows, slots, dtype=torch.int64, device=self.device)
         sources = torch.empty_like(ids)
-        # One step at a time has the free slots. Read by programs that compute with them, biases lie apart.
+        # One step at a time has the free slots. Read by programs that compute with them, biases and the order
+        # of inputs lie apart.
         stays = cache.reserve > 0 and cache.moves > 0 and not self._pending
-        stays = stays and (staged > 0 or not spec.has_bias)
+        stays = stays and (staged > 0 or not (spec.has_bias or (launch is not None and launch.order_at)))
         wide = launch.up["K"] if launch else spec.hidden
-        coded = launch is not None and launch.format.rounds_activations
+        coded = launch is not None and launch.takes_codes
         q = torch.empty(rows, wide, dtype=torch.int8 if coded else torch.float32, device=self.device)
         scales = torch.empty(rows, -(-wide // 32), dtype=torch.float32, device=self.device) if coded else q
         chunks = -(-wide // (32 * _GROUPS))

@@ -10,11 +10,11 @@ import triton
 from torch import Tensor
 
 from hetero.core import ActKind, ExpertSpec, InputError
-from hetero.formats import BLOCK_ROWS, GPU_FORMATS, Format, block_bytes, on_gpu
+from hetero.formats import ACT_GROUP, BLOCK_ROWS, GPU_FORMATS, Format, block_bytes, on_gpu
 from hetero.ops.gpu import expert_kernels, grouped_kernels, hybrid_kernels
 from hetero.ops.gpu.codings import BY_UNITS, CODINGS, UNIT
 from hetero.ops.gpu.overlap import overlap
-from hetero.ops.gpu.packed import capability, matrix_sizes, quantised_rows
+from hetero.ops.gpu.packed import capability, matrix_sizes, padded_rows, quantised_rows
 from hetero.ops.gpu.tuning import STEPS_OF_WARP, UNITS_OF_WARP, Cut, cut_down, cut_up
 
 INTEGERS_BY_UNITS = False
@@ -108,12 +108,20 @@ class ExpertLaunch:
         after_up = bias_at + 4 * mats * wide
         self.up = matrix_sizes(fmt, wide, hidden) | bias | {"BIAS_AT": bias_at}
         self.down = matrix_sizes(down, hidden, wide) | bias | {"BIAS_AT": after_up, "BEGIN": down_at}
+        behind = after_up + 4 * hidden if spec.has_bias else bias_at
+        self.order_at = behind if fmt.ordered else 0
+        self.takes_codes = fmt.rounds_activations and not fmt.ordered
+        """Of ``few``: whether its rows are codes. Values are those of float formats, and those that each
+        expert brings into an order of its own."""
         # The kernels' interpreter runs them where there is no GPU, and has neither dp4a nor bf16 products.
         self.twin = device.type == "cpu"
 
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [T, hidden], contiguous, as ``few`` takes them."""
-        return quantised_rows(self.format, x, self.up["K"])
+        if self.takes_codes:
+            return quantised_rows(self.format, x, self.up["K"])
+        values = padded_rows(x, self.up["K"])
+        return values, values
 
     def few(
         self,
@@ -137,6 +145,7 @@ class ExpertLaunch:
         up: dict[str, Any] = self.act | self.up | asm | code_up | _cut(cut, unit_up)
         cut = cut_down(self.down["K"], of_down.code_bits, unit_down, slots)
         down: dict[str, Any] = self.down | asm | code_down | _cut(cut, unit_down)
+        by_pairs = 1 if self.order_at else slots  # of whose rows each has one
         # Rows that nobody computes are read by nobody, but numpy, which interprets kernels, warns of them.
         empty = torch.zeros if self.twin else torch.empty
         h = empty(tokens * slots, self.spec.intermediate, device=self.device)
@@ -149,8 +158,13 @@ class ExpertLaunch:
             for given in (addresses,) if later is None else (addresses, later.addresses):
                 if later is not None and given is later.addresses:
                     later.wait()
-                expert_kernels.gate_up[grid_up](base, *rows, given, h, slots, *self.limits, NEAR=near, **up)
+                mine = self._in_order(base, rows[0], given) if self.order_at else rows
+                expert_kernels.gate_up[grid_up](
+                    base, *mine, given, h, by_pairs, *self.limits, NEAR=near, **up
+                )
         else:
+            if self.order_at:  # it lies apart from what a program brings
+                raise ValueError("experts with an order of their own are not brought on the way")
             hybrid_kernels.gate_up[grid_up](
                 base, *rows, addresses, sources, h, slots, *self.limits, **up,
                 BEGIN=self.down["BEGIN"], REST=self.blocks_down * self.down["BLOCK_BYTES"],
@@ -161,6 +175,18 @@ class ExpertLaunch:
         every = addresses if later is None else later.every
         expert_kernels.down[grid_down](base, *hq, every, weights, out, slots, **down)
         return out
+
+    def _in_order(self, base: Tensor, x: Tensor, addresses: Tensor) -> tuple[Tensor, Tensor]:
+        """Of every pair the codes and scales of its token's values, in the order of its expert."""
+        pairs, k_pad = addresses.numel(), self.up["K"]
+        empty = torch.zeros if self.twin else torch.empty
+        q = empty(pairs, k_pad, dtype=torch.int8, device=self.device)
+        scales = empty(pairs, k_pad // ACT_GROUP, dtype=torch.float32, device=self.device)
+        expert_kernels.quantise_pairs[(pairs, -(-k_pad // ACT_GROUP // 4))](
+            base, x, addresses, q, scales, addresses.shape[1], x.stride(0),
+            INPUTS=self.spec.hidden, K=k_pad, ORDER_AT=self.order_at, GROUPS=4,
+        )  # fmt: skip
+        return q.view(torch.int32), scales
 
     def many(
         self,
@@ -189,7 +215,7 @@ class ExpertLaunch:
         if count:
             grouped_kernels.gate_up_rows[(-(-self.blocks_up // shape.blocks), count)](
                 base, x, pairs.order, pairs.tiles, pairs.addresses, h, slots, begin, tiles[0], *self.limits,
-                INPUTS=self.spec.hidden, **self.act, **self.up, **common,
+                INPUTS=self.spec.hidden, ORDER_AT=self.order_at, **self.act, **self.up, **common,
             )  # fmt: skip
             grouped_kernels.down_rows[(-(-self.blocks_down // shape.blocks), count)](
                 base, h, pairs.order, pairs.tiles, pairs.addresses, weights, y, begin, tiles[0],

@@ -39,15 +39,22 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def padded_rows(x: Tensor, k_pad: int) -> Tensor:
+    """float32 [T, k_pad] of rows [T, k], zeros beyond k; itself where it is so."""
+    rows, k = x.shape
+    if k == k_pad and x.dtype == torch.float32 and x.is_contiguous():
+        return x
+    padded = torch.zeros(rows, k_pad, dtype=torch.float32, device=x.device)
+    padded[:, :k] = x
+    return padded
+
+
 def quantised_rows(fmt: Format, x: Tensor, k_pad: int) -> tuple[Tensor, Tensor]:
     """Rows [T, k] as kernels for few rows read them: words of int8 codes, and scales; for a format that
     takes values these, padded."""
     rows, k = x.shape
     if not fmt.rounds_activations:
-        if k == k_pad and x.dtype == torch.float32 and x.is_contiguous():
-            return x, x
-        q = torch.zeros(rows, k_pad, dtype=torch.float32, device=x.device)
-        q[:, :k] = x
+        q = padded_rows(x, k_pad)
         return q, q
     q = torch.empty(rows, k_pad, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, k_pad // ACT_GROUP, dtype=torch.float32, device=x.device)
