@@ -48,7 +48,8 @@ def lines(path: Path) -> Iterator[str]:
         rate = one["tok_s"]["median"]
         yield f"  prefill {one['tokens']}: {one['ttft_s']['median']:.3f} s, {rate:.0f} tok/s{share}"
     for rows, ms in found["dense_ms"].items():
-        yield f"  dense half, {rows} rows: {ms:.2f} ms"
+        launches = found.get("dense_launches", {}).get(rows)
+        yield f"  dense half, {rows} rows: {ms:.2f} ms, {launches} launches"
 
 
 if __name__ == "__main__":

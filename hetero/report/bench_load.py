@@ -201,6 +201,7 @@ class _Benching:
             self.say("the dense half alone")
             position = series.prompt_tokens
             self._keep(dense_ms={str(rows): run.dense_ms(rows, position) for rows in run.runner.rows})
+            self._keep(dense_launches={str(rows): count for rows, count in run.dense_launches.items()})
 
     def _identity(self, run: ModulesRun | FusedRun, loaded: Loaded) -> dict[str, Any]:
         """What was measured on what."""
@@ -225,6 +226,7 @@ class _Benching:
             "serial": [],
             "prefill": [],
             "dense_ms": {},
+            "dense_launches": {},
         }
 
     def _rates(self) -> Hardware:

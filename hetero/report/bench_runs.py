@@ -196,6 +196,7 @@ class FusedRun:
         self._table: ForcedRouting | None = None
         self._samples: dict[str, list[float]] = {}
         self._first_split: torch.Tensor = hybrid[0].shared.shares()
+        self.dense_launches: dict[int, int] = {}
 
     def rows_of(self, batch: int) -> int:
         return next(rows for rows in self.runner.rows if rows >= batch)
@@ -271,7 +272,8 @@ class FusedRun:
         return found.as_dict() | {"line": found.line()}
 
     def dense_ms(self, rows: int, position: int) -> float:
-        """Milliseconds on the GPU of a step whose experts are nothing, as a graph of its own."""
+        """Milliseconds on the GPU of a step whose experts are nothing, as a graph of its own, whose launches
+        ``dense_launches`` has afterwards."""
         from hetero.engine.gpu.graphs import StepGraph
 
         runner = self.runner
@@ -303,6 +305,7 @@ class FusedRun:
                     graph.replay()
                 end.record()
                 end.synchronize()
+            self.dense_launches[rows] = graph.launches
             return float(start.elapsed_time(end)) / _REPLAYS
         finally:
             decoder.experts[:] = kept

@@ -43,7 +43,8 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     if result.get("deferral"):
         say(f"{options['defer']} deferred experts {result['deferral']['line']}")
     for rows, ms in result["dense_ms"].items():
-        say(f"dense half alone, {rows} rows: {ms:.2f} ms")
+        launches = result.get("dense_launches", {}).get(rows)
+        say(f"dense half alone, {rows} rows: {ms:.2f} ms" + (f", {launches} launches" if launches else ""))
     for name, table in result["tables"].items():
         last, window = table["reuse_last"], table["reuse_8"]
         say(f"{name} routing: {last:.0%} of the last token's experts, {window:.0%} of the last 8 tokens'")

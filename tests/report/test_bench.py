@@ -491,7 +491,8 @@ def test_a_result_of_a_gpu_is_shown() -> None:
         "model": "big", "layers": None, "synthetic": True, "hardware": {"cpu": "C", "gpu": "G", "date": "D"},
         "options": {"format": "int4 g32", "dense": "int8"}, "cpu": {"threads": 15},
         "rates": {name: spread(rounds) for name, rounds in vars(RATES).items()},
-        "decode": [series], "serial": [slow], "prefill": [], "dense_ms": {"1": 3.1}, "tables": {},
+        "decode": [series], "serial": [slow], "prefill": [], "dense_ms": {"1": 3.1},
+        "dense_launches": {"1": 812}, "tables": {},
         "gpu_memory": {"cap": 24 << 30, "peak": 25 << 30, "under_cap": False, "used_by_others_before": 1},
         "notes": ["a note"],
         "predicted": [
@@ -510,7 +511,7 @@ def test_a_result_of_a_gpu_is_shown() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for words in (
         "120.5", "80% of 150.0", "81%", "1.10/0.10/0.20", "50.0", "8.0", "1210",
-        "dense half alone, 1 rows: 3.10",
+        "dense half alone, 1 rows: 3.10 ms, 812 launches",
         "25.0 GiB of 24.0 GiB: OVER THE CAP", "34% more tokens when all work at once", "note: a note",
         "both at once 78", "on desk, 4 layers: 60 tok/s local (at most 90)", "on toy: does not fit",
         "plan: GPU memory 24.0 GiB, measured 25.0 GiB (-4.0%)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -162,6 +164,28 @@ def test_what_is_brought_crosses_once(generator: torch.Generator) -> None:
     assert [one.later is None for one in hybrid._pending] == [False, True]
     hybrid.forget()
     assert shared.stages(1, stride) == 2
+
+
+@pytest.mark.skipif(CUDA, reason="it counts what the interpreter runs")
+@pytest.mark.parametrize(("early", "wanted"), [(True, ["bring", "fetch"]), (False, ["choose", "fetch"])])
+def test_a_layer_is_few_launches(
+    early: bool, wanted: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.interpreter import GridExecutor
+
+    names: list[str] = []
+    run = GridExecutor.__call__
+
+    def counted(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(executor.fn.__name__)
+        return run(executor, *args, **kwargs)
+
+    hybrid = make(SPEC, "int4", 9, 0.5, generator, early=early)
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    hybrid.submit(*(part.to(DEVICE) for part in inputs(SPEC, 1, generator)))
+    hybrid.collect()
+    projections = ["gate_up", *(["gate_up"] if early else []), "quantise_rows", "down"]
+    assert sorted(names) == sorted(["submit", *wanted, *projections, "add"])
 
 
 def test_two_steps_in_flight_and_something_extra(generator: torch.Generator) -> None:
