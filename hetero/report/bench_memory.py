@@ -12,7 +12,7 @@ import torch
 
 from hetero.core import MachineError
 from hetero.hw import memory
-from hetero.hw.nvml import device, free_bytes
+from hetero.hw.nvml import device, free_bytes, process_bytes
 from hetero.model.synthetic import SPARSE_BYTES
 from hetero.plan.hardware import Hardware
 from hetero.plan.inventory import Inventory
@@ -77,6 +77,7 @@ class Memory:
             "cap": self.cap,
             "peak": self.peak,
             "now": self.look(),
+            "process_now": process_bytes(0),
             "used_by_others_before": max(0, total - self.free_before),
             "device_total": total,
             "torch_reserved_peak": torch.cuda.max_memory_reserved(GPU),

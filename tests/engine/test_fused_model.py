@@ -141,7 +141,7 @@ def test_a_cache_fills_what_is_left_once_a_prompt_was_read(
     class Counted:
         """Room for the first slots and nine more, and the margin."""
 
-        used = 0
+        used, basis = 0, "by this process"
 
         @property
         def left(self) -> int:

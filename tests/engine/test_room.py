@@ -240,6 +240,7 @@ def test_what_others_take_does_not_count_where_the_driver_tells_them_apart(
     device.own = GIB
     memory = Vram("cuda:0", 24 * GIB)
     assert memory.by_process
+    assert memory.basis == "by this process"
     device.free -= 30 * GIB  # another process
     assert (memory.used, memory.left) == (GIB, 23 * GIB)
     # It does not tell any more, or of another process of this number.

@@ -132,7 +132,7 @@ class Fusing:
             vram.hold()
             self.say(
                 f"a sequence holds up to {context} tokens, all together {runner.kv_tokens}; "
-                f"{gib(vram.used)} of GPU memory are in use"
+                f"{gib(vram.used)} of GPU memory are in use {vram.basis}"
             )
         return runner
 

@@ -67,6 +67,11 @@ class Vram:
         free = int(torch.cuda.mem_get_info(self.device)[0]) - MARGIN
         return max(0, free if self.cap is None else min(free, self.cap - self.used))
 
+    @property
+    def basis(self) -> str:
+        """For a message: whose memory ``used`` counts."""
+        return "by this process" if self.by_process else "since the start, by whoever took it"
+
     def require(self, needed: int, what: str) -> None:
         """Raises MachineError where less is left."""
         left = self.left
