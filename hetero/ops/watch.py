@@ -44,6 +44,8 @@ class ExpertUse:
         self._waiting: deque[torch.Tensor] = deque()
         self._held = 0
         self._lock = threading.Lock()
+        # What a device counts by itself, in steps of one token: int64 [experts].
+        self.counted: torch.Tensor | None = None
 
     def note(self, ids: torch.Tensor) -> None:
         """Ids [T, k] of one step; those that are no expert's are left out. They are read later: from a GPU
@@ -57,7 +59,11 @@ class ExpertUse:
         """The counts now, from any thread."""
         with self._lock:
             self._count()
-            return Use(tuple(self._counts.tolist()), self._reads)
+            counts, reads = self._counts, self._reads
+            if self.counted is not None:
+                there = self.counted.cpu().numpy()
+                counts, reads = counts + there, reads + int(there.sum())
+            return Use(tuple(counts.tolist()), reads)
 
     def _fold(self) -> None:
         with self._lock:

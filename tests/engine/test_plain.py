@@ -19,6 +19,7 @@ from hetero.engine.gpu.graphs import CaptureError
 from hetero.engine.gpu.plain import PlainGraphs
 from hetero.engine.handoff import Handoff, HandoffError
 from hetero.engine.load import load_model
+from hetero.ops.experts import CpuExpertsOp
 from hetero.trace import recorder
 from tests.engine.handoffs import POINTS, THROW
 from tests.engine.twins import PlayedFlags, TwinMeans
@@ -70,6 +71,14 @@ def graphs_of(stepper: Stepper) -> PlainGraphs:
     return stepper.graphs
 
 
+def uses(stepper: Stepper) -> list[Any]:
+    return [module.use for module in stepper._model.modules() if isinstance(module, CpuExpertsOp)]
+
+
+def top_k(stepper: Stepper) -> int:
+    return next(m.spec.top_k for m in stepper._model.modules() if isinstance(m, CpuExpertsOp))
+
+
 @torch.inference_mode()
 def advanced(sequence: Cached, tokens: list[int]) -> Tensor:
     return sequence.advance(tokens).clone()
@@ -93,6 +102,9 @@ def test_as_without_graphs(model_type: str, tmp_path: Path) -> None:
     for turn in (0, 0, 1, 0, 1, 1, 1, 0):
         last[turn] = same(*pairs[turn], [last[turn]])
     assert means.replays == 8
+    # Each of both ways has counted the same uses of experts.
+    totals = [sum(use.snapshot().counts) for use in uses(plain)]
+    assert totals == [2 * (len(ids) + 5 + 8) * top_k(plain)] * len(totals)
     third = plain.start(), other.start()
     for one, mine in zip(pairs[0], third, strict=True):
         mine.begin(one.kept(), one.length, one.length - (2 if one.cuttable else 0))

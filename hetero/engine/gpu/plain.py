@@ -187,12 +187,23 @@ class PlainGraphs:
         assert self._cache is not None
         if self._experts:
             self._handing = self._make(*self._handed())
+        counts = [self._counts_of(module) for module in self._experts]
+        kept = [one.clone() for one in counts]
         for _ in range(_WARM_UPS):
             self._try()
             self._cache.rewind(held)
         if self._order != list(range(len(self._experts))):
             raise CaptureError("its experts do not run in the order in which they stand")
+        for now, before in zip(counts, kept, strict=True):
+            now.copy_(before)  # nobody has asked for the steps so far
         self._graph = self._means.graph(self._record, self._means.pool())
+
+    def _counts_of(self, module: CpuExpertsOp) -> Tensor:
+        """How often each of its experts was chosen in steps by graphs, on the device."""
+        if module.use.counted is None:
+            experts = module.spec.num_experts
+            module.use.counted = torch.zeros(experts, dtype=torch.int64, device=self._device)
+        return module.use.counted
 
     def _try(self) -> None:
         """One step without a graph. Raises CaptureError where the model's code does not run so."""
@@ -231,7 +242,10 @@ class PlainGraphs:
     def _hand(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _Away:
         assert self._handing is not None
         self._order.append(layer)
-        self._handing.submit(layer, x.contiguous(), ids.long().contiguous(), weights.float().contiguous())
+        ids = ids.long().contiguous()
+        self._handing.submit(layer, x.contiguous(), ids, weights.float().contiguous())
+        counted = self._counts_of(self._experts[layer])
+        counted.scatter_add_(0, ids.flatten(), torch.ones_like(ids).flatten())
         return _Away(self._handing, layer, x)
 
     def _replayed(self, graph: Graph) -> Tensor:
