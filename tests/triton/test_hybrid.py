@@ -164,6 +164,10 @@ def test_what_is_brought_crosses_once(generator: torch.Generator) -> None:
     assert [one.later is None for one in hybrid._pending] == [False, True]
     hybrid.forget()
     assert shared.stages(1, stride) == 2
+    shared.turns = True
+    assert shared.stages(1, stride) == 0
+    hybrid.submit(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+    assert beyond(experts, decoded(experts), hybrid.collect(), wanted, given) < EXACT
 
 
 @pytest.mark.skipif(CUDA, reason="it counts what the interpreter runs")

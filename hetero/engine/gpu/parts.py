@@ -37,6 +37,9 @@ class Experts(Protocol):
 class Shared(Protocol):
     """What the experts of all layers have in common; ``hybrid_shared.HybridShared``."""
 
+    turns: bool
+    """Whether what is recorded from now on is halves of a step that take turns."""
+
     def join(self) -> None:
         """The current stream waits for the moves of this step."""
 

@@ -194,12 +194,13 @@ class Steps:
         self._gated = gated
         if self._port is not None:
             self._port.use(track)
+        turns = self._takes_turns(size, tape)
+        if self._shared is not None:
+            self._shared.turns = turns
         with stamped(tape):
             staging.send()
-            if self._takes_turns(size, tape):
-                out = self.decoder.step(staging.inputs, lanes=2)
-            else:
-                out = self.decoder.step(staging.inputs)
+            lanes = {"lanes": 2} if turns else {}
+            out = self.decoder.step(staging.inputs, **lanes)
             if self._shared is not None:
                 self._shared.join()
             self._results[track].take(out)

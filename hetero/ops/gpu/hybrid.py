@@ -229,7 +229,7 @@ class HybridExperts:
         self.port.record_submit(self.layer)
         stamps.lap(SUBMIT)
         # Behind the flag, which would else wait for what crosses PCIe.
-        learns = shared.soon and cache.moves > 0 and not self._pending
+        learns = shared.at_once and cache.moves > 0 and not self._pending
         most, later = shared.most_of(rows), None
         if staged:
             mark = shared.stage(partial(self._bring, ids if learns else None, most))
@@ -251,7 +251,7 @@ class HybridExperts:
         if not self._pending:
             raise RuntimeError(f"collect of layer {self.layer}, which was not submitted")
         step = self._pending.popleft()
-        moves = self.cache.moves > 0 and not self.shared.soon and not self._pending
+        moves = self.cache.moves > 0 and not self.shared.at_once and not self._pending
         most = self.shared.most_of(step.rows)
         if moves:
             self.shared.fork(self.layer, step.ids, lambda ids: self.cache.choose(ids, most))

@@ -111,6 +111,9 @@ class HybridShared:
     HETERO_PCIE says. Both are read when a step is captured. What is brought and does not stay lies in the
     buffers of prompts meanwhile: a step and a chunk of a prompt follow each other on one stream.
 
+    ``turns``: whether what is recorded from now on is halves of a step that take turns. They read late and
+    move after the second one: else that one's look-up would wait for all that the first one brings.
+
     ``join`` at the end of every captured step: the graph then ends with its moves. ``rates``: what prompts
     are divided by; ``piece``: bytes of each of the two buffers by which they stream experts.
     """
@@ -136,6 +139,7 @@ class HybridShared:
         self.side: Beside = side or SideStream(self.device)
         # Layers with moves that no later step may overtake, and what these read: it may not be freed before.
         self._forked: dict[int, Tensor] = {}
+        self.turns = False
         self._staged = False  # a step that was not collected has experts in the buffers of prompts
         self._tables = [[0] * (LONGEST + 1) for _ in SIZES]
         self._split = torch.zeros(len(SIZES), LONGEST + 1, dtype=torch.int32, device=self.device)
@@ -208,10 +212,15 @@ class HybridShared:
 
     # -- what crosses PCIe beside a step
 
+    @property
+    def at_once(self) -> bool:
+        """Whether the moves of what is recorded now are ``soon``."""
+        return self.soon and not self.turns
+
     def stages(self, rows: int, stride: int) -> int:
         """How many experts of ``stride`` bytes that do not stay a step of so many rows may bring; 0: it reads
         in place."""
-        if not self.early or self._staged or not any(self._tables[_size(rows)]):
+        if not self.early or self.turns or self._staged or not any(self._tables[_size(rows)]):
             return 0
         return min(self.staging.numel() // stride, MOST_STAGED)
 
