@@ -29,7 +29,10 @@ CONTEXT = 896 * MIB
 
 GRAPHS = 256 * MIB
 STAGING = 288 * MIB  # two buffers of experts that cross the bus, and rooms for rows that are computed at once
-SLACK = 512 * MIB  # that torch takes from the driver and does not fill: 400 to 490 MiB
+SLACK, SLACK_PART = 128 * MIB, 1 / 3
+"""What torch takes from the driver and does not fill: so much, and of what a chunk takes that part. With a
+125B model 400 to 490 MiB."""
+
 PAIRS = 8192  # rows of experts that a large step computes at once
 _FLOAT = 4
 DENSE_PACKED = {word: parse_format(word) for word in ("int8", "int4", "fp8")}
@@ -102,7 +105,8 @@ def workspace_bytes(inventory: Inventory, chunk: int) -> int:
     for site in inventory.sites[:1]:
         each = 2 * site.spec.intermediate + hidden
         pairs = min(chunk * site.spec.top_k, PAIRS) * each
-    return GRAPHS + STAGING + SLACK + _FLOAT * (chunk * (4 * wide + 2 * widest) + pairs)
+    rows = _FLOAT * (chunk * (4 * wide + 2 * widest) + pairs)
+    return GRAPHS + STAGING + SLACK + int((1 + SLACK_PART) * rows)
 
 
 def streams(inventory: Inventory) -> int:

@@ -23,6 +23,7 @@ from hetero.report.bandwidth import HOST_BYTES
 from hetero.report.bench import Series
 from hetero.report.bench_options import GPU, Options, fuses
 
+_CERTAIN = ("dense layers", "keys, values")  # items of GPU memory that are no allowances
 _POLL_S = 1.0  # torch gives back little of what it takes, and asking takes time from the experts
 
 
@@ -146,13 +147,22 @@ def require_memory(options: Options, series: Series, inventory: Inventory) -> No
 
 def run_layout(options: Options, series: Series, inventory: Inventory, gpu: int | None) -> Layout:
     """Where the plan puts a benchmark's model, all experts in main memory, within ``gpu`` bytes of a GPU.
-    Raises MachineError where that has too little."""
+    Raises MachineError where that has too little for certain: less than weights and states take. Where only
+    the plan's allowances do not fit, the run is to find out, and no expert is planned there."""
     request = replace(everything_in_memory(options, series), vram=gpu or 0)
     if options.gpu and not fuses(options.rules):
         inventory = replace(inventory, model_type="")  # transformers' modules
     try:
         return lay_out(inventory, _machine(gpu), request, options.dense)
     except MachineError as error:
+        roomy = lay_out(inventory, _machine(1 << 50), replace(request, vram=1 << 50), options.dense)
+        assert roomy.gpu is not None
+        needed = Tier(roomy.gpu.name, gpu)
+        for item in roomy.gpu.items:
+            if item.name.startswith(_CERTAIN):
+                needed.add(item.name, item.bytes)
+        if needed.used <= (gpu or 0):
+            return replace(roomy, gpu=needed, slots=0, on_gpu=0.0)
         text = str(error).removeprefix("the plan").rpartition(";")[0]
         cap = "" if options.vram is None else f" by --vram {gib(options.vram)}"
         raise MachineError(
