@@ -364,3 +364,34 @@ def test_pages_that_only_suffice_for_now() -> None:
         made.runner.step([(slot, tokens[-1])], ahead=True)
     assert tokens[10:] == greedy(tokens[:10], 7)
     made.close()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # idle rows hold anything, which may overflow
+def test_n_grams_of_a_real_decoder_come_while_it_runs(generator: torch.Generator) -> None:
+    """Of qwen4_exp: layers before the one with n-grams do not wait for them."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu has this on the device")
+    from tests.decode.tiny import decoder_of, tiny
+
+    kinds = ["indexed_attention", "linear_attention"]
+    sizes = {"num_hidden_layers": 2, "layer_types": kinds, "hc_count": 2, "ple_layer_ids": [2]}
+    model = tiny("qwen4_exp_text", generator, **sizes)
+    want: list[int] = []
+    for means in (None, TwinMeans()):
+        decoder = decoder_of(model, slots=1, context=32)
+        assert decoder.window == 3
+        runner = GpuRunner(
+            decoder, [], handoff=None, slots=1, context=32, rows=(1,), means=means, ahead=means is not None
+        )
+        if means is not None:
+            with torch.inference_mode():
+                runner._steps.capture()
+            means.ahead = 0
+        slot, tokens = runner.claim(), [7]
+        for _ in range(4):
+            tokens += runner.step([(slot, tokens[-1])], ahead=True).ids
+        assert not want or tokens == want
+        want = tokens
+        assert means is None or means.ahead == 4
+        runner.close()
