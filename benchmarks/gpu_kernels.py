@@ -226,6 +226,33 @@ def experts_case(s: Setting, rows: int, fmt: Format) -> Case:
     )
 
 
+def many_case(s: Setting, fmt: Format) -> Case:
+    """Experts for the rows of a prompt, by tensor cores on decoded weights."""
+    experts, each = 32, 64
+    spec = ExpertSpec(experts, s["hidden_size"], s["moe_intermediate_size"], 1)
+    made = launch.ExpertLaunch(spec, fmt, torch.device(DEVICE))
+    up = spec.intermediate, spec.hidden
+    size = sum(packed_bytes(fmt, *nk) for nk in (up, up, up[::-1]))
+    rows, shape = experts * each, launch.tiling(each)
+    x = torch.randn(rows, spec.hidden, device=DEVICE).bfloat16()
+    places = torch.arange(rows, device=DEVICE, dtype=torch.int32)
+    begins = torch.arange(experts, device=DEVICE, dtype=torch.int32) * each
+    out, room = torch.empty(rows, spec.hidden, device=DEVICE), made.rooms(rows)
+    weights = torch.ones(rows, 1, device=DEVICE)
+
+    def make() -> Call:
+        memory = torch.randint(64, (experts, size), dtype=torch.uint8, device=DEVICE)
+        at = memory.data_ptr() + torch.arange(experts, device=DEVICE) * size
+        pairs = launch.Sorted(places, places, torch.stack([begins, begins + each], 1), at)
+        return lambda: made.many(
+            memory, x, weights, pairs, rows=(0, rows), tiles=(0, experts),
+            out=out, room=room, shape=shape, first=True,
+        )  # fmt: skip
+
+    name = f"many {fmt} {experts} of {spec.hidden}x{spec.intermediate} rows {rows}"
+    return Case(name, experts * size, make)
+
+
 def small_cases(s: Setting, rows: int, fmt: Format) -> list[Case]:
     hidden, wide, vocabulary = s["hidden_size"], s["shared_expert_intermediate_size"], s["vocab_size"]
     heads, dim = s["linear_num_value_heads"], s["linear_value_head_dim"]
@@ -276,6 +303,8 @@ def cases(s: Setting, rows: int, context: int, current: Setting, formats: str = 
             yield indexed_case(s, rows, length, int8)
     for fmt in map(parse_format, formats.split(",")):
         yield experts_case(s, rows, fmt)
+        if rows == 1:
+            yield many_case(s, fmt)
     yield from small_cases(s, rows, int8)
 
 
