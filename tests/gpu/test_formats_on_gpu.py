@@ -30,7 +30,8 @@ pytestmark = [
 ]
 
 SPEC = ExpertSpec(16, 544, 200, 3)
-MIXED = [*((name, name) for name in GPU_FORMATS), ("q4_k", "q6_k"), ("mxfp4", "fp8"), ("fp8_row", "q3_k")]
+# Each format once, of gate and up or of down: kernels take longer to compile than to test.
+MIXED = [*zip(GPU_FORMATS[::2], (*GPU_FORMATS[1::2], "mxfp4"), strict=False), ("q4_k", "q6_k")]
 
 
 def inputs(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -47,7 +48,7 @@ def test_all_tiers(up: str, down: str, generator: torch.Generator) -> None:
     parts, arena = decoded(experts), PinnedArena(experts, "cuda")
     port, shared = DirectPort([experts], 4, "cuda"), HybridShared("cuda", share=0.8)
     hybrid = HybridExperts(experts, 0, port, shared, slots=9, arena=arena)
-    for rows in (1, 4, 1, 3):
+    for rows in (1, 3, 1, 3):
         given = inputs(rows, generator)
         hybrid.submit(*(part.cuda() for part in given))
         got = hybrid.collect()
@@ -75,7 +76,7 @@ def test_a_captured_step(fmt: str, generator: torch.Generator, monkeypatch: pyte
         made = ExpertLaunch(SPEC, experts.format, torch.device("cuda"))
         x, ids, weights = (part.cuda() for part in given)
         at = memory.data_ptr() + ids * arena.view.shape[1]
-        made.few(memory, made.rows(x.float()), at, weights)
+        made.few(memory, made.rows(x), at, weights)  # compiled outside of the graph
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = made.few(memory, made.rows(x), at, weights)
