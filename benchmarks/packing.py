@@ -2,10 +2,15 @@
 
     python benchmarks/packing.py --gib 2 --formats int8 int4 bf16 --json results.json
     python benchmarks/packing.py --reads 12
+    python benchmarks/packing.py --gib 2 --marginal 3 --formats int8 --json results.json
+    python benchmarks/packing.py --sources --formats int8 "int4 g32" bf16
 
 A checkpoint in bfloat16 is written to --folder, and read past or out of the page cache: its pages are dropped
 before each run. Each figure is of a process of its own, the best of --rounds, beside two yardsticks of the
 same minutes: plain direct reads of the checkpoint and plain writes of fresh memory.
+
+--marginal tells what a model costs whatever its size from what each GB costs: runs of the whole checkpoint
+and of an eighth of it, in turns, in seconds and in processor seconds, which a busy machine changes less.
 """
 
 from __future__ import annotations
@@ -79,7 +84,7 @@ def child(kind: str, folder: Path, rules: Path, cache: Path) -> dict[str, Any]:
     hf.quiet()
     Path("/proc/self/clear_refs").write_text("5")
     before = _status(Path("/"), "VmRSS:")
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     notes: tuple[str, ...] = ()
     weights = 0
     if kind == "pack":
@@ -92,9 +97,9 @@ def child(kind: str, folder: Path, rules: Path, cache: Path) -> dict[str, Any]:
         weights = loaded.expert_bytes + sum(w.nbytes for w in loaded.runnable.model.parameters())
         notes = loaded.notes
         assert (kind == "cache") == any("were read from" in note for note in notes), notes
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     peak = _status(Path("/"), "VmHWM:") - before
-    return {"seconds": seconds, "weights": weights, "peak": peak}
+    return {"seconds": seconds, "cpu": cpu, "weights": weights, "peak": peak}
 
 
 def measured(kind: str, folder: Path, rules: Path, cache: Path, rounds: int) -> dict[str, Any]:
@@ -110,6 +115,98 @@ def measured(kind: str, folder: Path, rules: Path, cache: Path, rounds: int) -> 
         if not best or found["seconds"] < best["seconds"]:
             best = found
     return best
+
+
+def sources(formats: list[str]) -> list[dict[str, Any]]:
+    """GB of plain weights that one core packs in a second of its time, into an arena in use before."""
+    import torch
+
+    from hetero import cpu
+    from hetero.core import ExpertSpec
+    from hetero.formats import parse_format
+
+    cpu.set_threads(1)
+    torch.set_num_threads(1)
+    shapes = {"gate": (1024, 2048), "up": (1024, 2048), "down": (2048, 1024)}
+    rows = []
+    for fmt in formats:
+        experts = cpu.CpuExperts(ExpertSpec(8, 2048, 1024, 2), parse_format(fmt))
+        row: dict[str, Any] = {"format": fmt}
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            weights = {part: (torch.randn(shape) * 0.02).to(dtype) for part, shape in shapes.items()}
+            best = float("inf")
+            for _ in range(5):
+                began = time.process_time()
+                for expert in range(8):
+                    experts.vacate(expert)
+                    for part, weight in weights.items():
+                        experts.put(expert, part, weight)  # type: ignore[arg-type]
+                best = min(best, time.process_time() - began)
+            row[str(dtype).removeprefix("torch.")] = 8 * sum(w.nbytes for w in weights.values()) / best / 1e9
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    return rows
+
+
+def marginal(base: Path, gib: float, fmt: str, rounds: int) -> dict[str, Any]:
+    """Fixed cost and cost of each GB: of the checkpoint where it is loaded, of the packed weights where a run
+    starts from their file. Of each kind of run the least processor seconds and the least seconds."""
+    rules = base / "rules.yaml"
+    base.mkdir(parents=True, exist_ok=True)
+    rules.write_text(RULES.format(format=fmt))
+    parts = {"whole": _checkpoint(base / "whole", gib), "part": _checkpoint(base / "part", gib / 8)}
+    file = base / "whole" / "model.safetensors"
+    for part in parts:
+        measured("pack", base / part, rules, base / f"cache-{part}", 1)
+    found: dict[str, Any] = {"format": fmt, "rounds": []}
+    for _ in range(rounds):
+        drop(file)
+        cpu = time.process_time()
+        disk = disk_read(file)
+        one: dict[str, Any] = {
+            "disk_gb_s": disk / 1e9,
+            "disk_cpu_s_per_gb": (time.process_time() - cpu) / parts["whole"] * 1e9,
+        }
+        cpu = time.process_time()
+        one["fresh_gb_s"] = memory_write(1 << 30) / 1e9
+        one["fresh_cpu_s_per_gb"] = (time.process_time() - cpu) / 2**30 * 1e9
+        for kind in ("load", "cache"):
+            for part in parts:
+                one[f"{kind}_{part}"] = measured(kind, base / part, rules, base / f"cache-{part}", 1)
+        print(json.dumps(one), flush=True)
+        found["rounds"].append(one)
+    for kind in ("load", "cache"):
+        sizes = parts if kind == "load" else {p: found["rounds"][0][f"cache_{p}"]["weights"] for p in parts}
+        for unit in ("cpu", "seconds"):
+            whole, part = (
+                min(one[f"{kind}_{p}"][unit] for one in found["rounds"]) for p in ("whole", "part")
+            )
+            each = (whole - part) / (sizes["whole"] - sizes["part"]) * 1e9
+            found[f"{kind}_{unit}_per_gb"], found[f"{kind}_{unit}_fixed"] = (
+                each,
+                part - each * sizes["part"] / 1e9,
+            )
+        found[f"{kind}_peak"] = max(
+            one[f"{kind}_whole"]["peak"] / one[f"{kind}_whole"]["weights"] for one in found["rounds"]
+        )
+    for unit in ("disk_gb_s", "fresh_gb_s"):
+        found[unit] = max(one[unit] for one in found["rounds"])
+    for unit in ("disk_cpu_s_per_gb", "fresh_cpu_s_per_gb"):
+        found[unit] = min(one[unit] for one in found["rounds"])
+    found["load_disk_share"] = 1 / found["load_seconds_per_gb"] / found["disk_gb_s"]
+    found["cache_disk_share"] = 1 / found["cache_seconds_per_gb"] / found["disk_gb_s"]
+    print(json.dumps({key: value for key, value in found.items() if key != "rounds"}, indent=1))
+    return found
+
+
+def _checkpoint(folder: Path, gib: float) -> int:
+    """Write one of so many GiB of experts; returns their bytes."""
+    from tests.store.large import large
+
+    shutil.rmtree(folder, ignore_errors=True)
+    layers = 4
+    experts = max(4, round(gib * 2**30 / (layers * 3 * 2048 * 1024 * 2)))
+    return large(folder, 1, layers=layers, experts=experts, hidden=2048, intermediate=1024)
 
 
 def reads(folder: Path, rounds: int) -> dict[str, Any]:
@@ -162,24 +259,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/hetero-packing"))
     parser.add_argument("--reads", type=int, default=0, metavar="ROUNDS", help="reads of a packed file alone")
+    parser.add_argument("--sources", action="store_true", help="packing alone, of one core")
+    parser.add_argument("--marginal", type=int, default=0, metavar="ROUNDS", help="fixed cost and each GB's")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.child:
         kind, folder, rules, cache = args.child
         print(json.dumps(child(kind, Path(folder), Path(rules), Path(cache))))
         return
-    if args.reads:
-        made = reads(args.folder, args.reads)
+    alone: dict[str, Any] = {}
+    if args.sources:
+        alone = {"sources": sources(args.formats)}
+    elif args.reads:
+        alone = reads(args.folder, args.reads)
+    elif args.marginal:
+        shutil.rmtree(args.folder, ignore_errors=True)
+        alone = {"marginal": [marginal(args.folder, args.gib, fmt, args.marginal) for fmt in args.formats]}
+        shutil.rmtree(args.folder)
+    if alone:
         if args.json:
-            args.json.write_text(json.dumps(made, indent=1) + "\n")
+            args.json.write_text(json.dumps(alone, indent=1) + "\n")
         return
-    from tests.store.large import large
-
     shutil.rmtree(args.folder, ignore_errors=True)
     folder, cache = args.folder / "model", args.folder / "cache"
-    layers = 4
-    experts = max(4, round(args.gib * 2**30 / (layers * 3 * 2048 * 1024 * 2)))
-    source = large(folder, 1, layers=layers, experts=experts, hidden=2048, intermediate=1024)
+    source = _checkpoint(folder, args.gib)
     checkpoint = folder / "model.safetensors"
     rows = []
     for fmt in args.formats:

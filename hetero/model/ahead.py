@@ -85,8 +85,11 @@ class Files:
         self._files: dict[Path, tuple[DirectFile, bool]] = {}
         self._lender = _Lender()
 
-    def read(self, file: Path, start: int, nbytes: int) -> torch.Tensor:
-        """Bytes of a file, uint8 [nbytes], on no particular boundary. Raises InputError."""
+    def read(self, file: Path, start: int, nbytes: int, align: int = 1) -> torch.Tensor:
+        """Bytes of a file, uint8 [nbytes], in memory at a multiple of ``align``, a power of two up to 64.
+
+        Raises InputError.
+        """
         try:
             opened, cached = self._open(file)
             if not _LEAST <= nbytes <= _MOST:
@@ -95,11 +98,13 @@ class Files:
                 return out
             first = start // ALIGN * ALIGN
             lent = self._lender.take(aligned(start + nbytes - first))
-            if opened.direct and not cached:
+            offset = 0
+            if opened.direct and not cached and start % align == 0:
                 _by_pages(opened, first, start + nbytes, lent.data)
+                offset = start - first
             else:
-                opened.read_cached(start, lent.data[start - first : start - first + nbytes])
-            return torch.frombuffer(lent, dtype=torch.uint8, count=nbytes, offset=start - first)
+                opened.read_cached(start, lent.data[:nbytes])
+            return torch.frombuffer(lent, dtype=torch.uint8, count=nbytes, offset=offset)
         except OSError as error:
             raise InputError(f"{file}: cannot be read: {error.strerror}") from None
         except EOFError as error:

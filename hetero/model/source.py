@@ -234,9 +234,7 @@ class Checkpoint(Closing):
         dtype = _DTYPES.get(info.dtype)
         if dtype is None:
             raise InputError(unsupported_dtype(name, info))
-        raw = self._files.read(info.file, start, math.prod(shape) * dtype.itemsize)
-        if raw.data_ptr() % dtype.itemsize:
-            raw = raw.clone()
+        raw = self._files.read(info.file, start, math.prod(shape) * dtype.itemsize, dtype.itemsize)
         return raw.view(dtype).reshape(shape)
 
 

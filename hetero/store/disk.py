@@ -21,7 +21,7 @@ from torch import Tensor
 from hetero.core import ExpertSpec, HeteroError, InputError, MachineError
 from hetero.cpu import CpuExperts, Part
 from hetero.formats import Format
-from hetero.store.guess import Guesses
+from hetero.store.guess import Guesses, GuessStats
 from hetero.store.packfile import PackFile
 from hetero.store.policy import CacheStats, SlotCache
 from hetero.store.reads import IN_FLIGHT, aligned, buffer
@@ -101,6 +101,11 @@ class DiskExperts:
     def guess_with(self, guesses: Guesses) -> None:
         """Where experts lie that were read before it was known that they are needed."""
         self._guesses = guesses
+
+    @property
+    def guessed(self) -> GuessStats:
+        """What was read early, of all layers that guess together."""
+        return self._guesses.stats if self._guesses is not None else GuessStats()
 
     @property
     def misses_much(self) -> bool:

@@ -121,6 +121,7 @@ def _header(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> bytes:
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # as everybody writes it, so that tensors are aligned
     return struct.pack("<Q", len(text)) + text
 
 
