@@ -46,8 +46,8 @@ AHEAD = "fetch ahead"
 PLAN = "host divides experts"
 """Of a GPU that waits until the host knows a chunk's routing and has divided its experts over the tiers."""
 IN_PLACE, MOVE, STREAM = "read in place", "cache move", "streamed experts"
-"""On the lane "pcie": experts that the GPU reads from host memory, within its own experts' span; one that
-comes into the cache; those of a prefill."""
+"""On the lane "pcie": experts that the GPU reads from host memory for a step, before its own experts' span
+ends; one that comes into the cache; those of a prefill."""
 DEFERRED = "deferred experts"
 """On the lane "cpu": experts of a layer whose sum is added one layer later."""
 PREFILL = "prefill"
