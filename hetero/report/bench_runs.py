@@ -328,6 +328,8 @@ class FusedRun:
             ("cpu_waits_us_a_layer", totals.wait_s),
         ):
             self._samples.setdefault(name, []).append(1e6 * seconds / totals.layers)
+        for name, seconds in self.runner.host.items():
+            self._samples.setdefault(f"host_{name}_us", []).append(1e6 * seconds)
 
     def samples(self) -> dict[str, list[float]]:
         found, self._samples = self._samples, {}

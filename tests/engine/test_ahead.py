@@ -179,6 +179,8 @@ def test_one_request_alone_is_nearly_all_ahead() -> None:
     assert list(result.token_ids) == greedy(prompt, 40)
     # Of 39 steps the first is launched when it is asked for; nothing is made for nobody.
     assert (made.means.replays, made.means.ahead) == (39, 38)
+    assert set(made.runner.host) == {"fill", "launch", "rows", "wait", "read"}
+    assert min(made.runner.host.values()) > 0.0
     made.close()
 
 

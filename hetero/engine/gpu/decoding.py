@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from hetero.core import HeteroError
-from hetero.engine.gpu.graphs import Means
+from hetero.engine.gpu.graphs import Flight, Means
 from hetero.engine.gpu.pages import Pages
 from hetero.engine.gpu.parts import Decoder
 from hetero.engine.gpu.staging import LATER
-from hetero.engine.gpu.steps import TRACKS, Flight, Steps
+from hetero.engine.gpu.steps import TRACKS, Steps
 from hetero.engine.handoff import HandoffError
 from hetero.trace import recorder
 

@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -125,6 +126,23 @@ class Graph(Protocol):
     @property
     def nodes(self) -> Mapping[str, int]: ...
     def replay(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step on its way. ``out``: its logits [size, V] once it has ended, until another one runs."""
+
+    size: int
+    track: int
+    count: int  # rows that count
+    graph: Graph | None
+    lanes: tuple[int, ...] = ()  # of the hand-off
+    out: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        assert self.out is not None, "the step has not ended"
+        return self.out
 
 
 class Means(Protocol):

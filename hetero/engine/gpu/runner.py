@@ -334,6 +334,11 @@ class GpuRunner:
         """Of the hand-off in the last step."""
         return self._steps.totals
 
+    @property
+    def host(self) -> Mapping[str, float]:
+        """Seconds of the host by what it last did for a step; see ``Steps``."""
+        return self._steps.host
+
     def reads(self) -> dict[str, tuple[int, int]]:
         """(experts, bytes of them) of decode steps so far: found in GPU memory ("gpu"), read over the bus by
         the GPU ("pcie"), computed by the CPU ("cpu"). Waits for the device once; from any thread."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
+from time import perf_counter as clock
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from hetero.core import HeteroError, MachineError
 from hetero.decode.inputs import half_of
 from hetero.engine.gpu.gate import Gate
-from hetero.engine.gpu.graphs import CaptureError, Graph, Means
+from hetero.engine.gpu.graphs import CaptureError, Flight, Graph, Means
 from hetero.engine.gpu.parts import Decoder, Experts, Port, Shared
 from hetero.engine.gpu.staging import Results, Staging
 from hetero.engine.gpu.traced import Tracing, stamped
@@ -37,29 +37,14 @@ _WARM_UPS = 2
 """Steps before the capture: Triton compiles in the first, what the second still makes is made for good."""
 
 
-@dataclass(slots=True)
-class Flight:
-    """A step on its way. ``out``: its logits [size, V] once it has ended, until another one runs."""
-
-    size: int
-    track: int
-    count: int  # rows that count
-    graph: Graph | None
-    lanes: tuple[int, ...] = ()  # of the hand-off
-    out: Tensor | None = None
-
-    @property
-    def logits(self) -> Tensor:
-        assert self.out is not None, "the step has not ended"
-        return self.out
-
-
 class Steps:
     """``pages``: the table of pages on the device. ``port``: what experts are handed over by. ``tracks``: 1:
     no step is ever launched before the last one has ended. ``halves``: whether steps may consist of two that
     take turns, by a hand-off of two lanes a track.
 
     Attributes: ``turns``: the numbers of rows whose steps do, from their next capture on; traced ones never.
+    ``host``: seconds of the host by what it last did for a step that is a graph: "fill" its buffers and begin
+    on the CPU's side, "launch", bring n-gram "rows", "wait", and "read".
     """
 
     def __init__(
@@ -82,6 +67,7 @@ class Steps:
         self.tracks = range(tracks)
         self._each = 2 if halves else 1  # lanes of a track
         self.turns: set[int] = set()
+        self.host: dict[str, float] = {}
         self._means, self._shared, self._port = means, shared, port
         inputs = {n: decoder.inputs(n) for n in rows}
         device = inputs[rows[0]].tokens.device
@@ -247,6 +233,7 @@ class Steps:
         ``gather`` fills n-gram embeddings [n, D] of these rows, after the launch where the graph waits for
         them; without it the caller does so by ``feed``. Raises HandoffError where nobody serves the experts,
         and what ``gather`` raises; nothing is on its way then."""
+        began = clock()
         count = len(rows)
         self._staging[size, track].fill(rows)
         graph = self.graphs.get((size, track))
@@ -258,8 +245,10 @@ class Steps:
                 self._fill(flight, gather)
             else:
                 self._closed.add(track)
+            began = self._lap("fill", began)
             graph.replay()
             self._means.mark(track)
+            self._lap("launch", began)
             if gather is not None:
                 self.feed(flight, gather)
         except BaseException:
@@ -270,12 +259,20 @@ class Steps:
     def feed(self, flight: Flight, gather: Callable[[Tensor], None]) -> None:
         """Bring the n-gram embeddings for which a step waits, if it does."""
         if flight.track in self._closed:
+            began = clock()
             self._fill(flight, gather)
             self._open(flight.track)
+            self._lap("rows", began)
+
+    def _lap(self, name: str, began: float) -> float:
+        now = clock()
+        self.host[name] = now - began
+        return now
 
     def end(self, flight: Flight) -> tuple[list[int], list[float]]:
         """Wait for a step: of each row the most likely token and its logit. Raises HandoffError where the CPU
         side failed."""
+        began = clock()
         if flight.graph is not None:
             assert flight.track not in self._closed, "it waits for its n-gram embeddings"
             try:
@@ -283,13 +280,16 @@ class Steps:
             except BaseException:
                 self._cut(flight)
                 raise
+            began = self._lap("wait", began)
             late = self._gate is not None and self._gate.failed(flight.track)
             self._ended(flight.lanes)
             if late:
                 raise HandoffError("the step went on without its n-gram embeddings")
             flight.out = flight.graph.out
         self._last = flight.lanes
-        return self._results[flight.track].read(flight.count)
+        found = self._results[flight.track].read(flight.count)
+        self._lap("read", began)
+        return found
 
     def drop(self, flight: Flight) -> None:
         """Wait for a step whose outcome nobody wants any more."""
