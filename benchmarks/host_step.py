@@ -59,7 +59,7 @@ def ngram_table() -> NgramTable:
             ngram_heads_vocab_sizes=torch.tensor([ROWS_A_HEAD - 2 * i - 1 for i in range(HEADS)]),
             ngram_heads_offsets=torch.arange(HEADS) * ROWS_A_HEAD,
             heads_per_ngram=HEADS // 2,
-            ngram_embedding=SimpleNamespace(weight=weight),
+            ngram_embedding=SimpleNamespace(weight=weight, embedding_dim=PER_HEAD),
         )
     )
 
@@ -121,6 +121,8 @@ class Null:
 
     def states(self, slot: int) -> list[Tensor]:
         return []
+
+    def expect(self, before: Sequence[int], tokens: Sequence[int]) -> None: ...
 
     def gather(self, tokens: Sequence[Sequence[int]], out: Tensor) -> Tensor:
         # As ``families.qwen4_exp`` has it.

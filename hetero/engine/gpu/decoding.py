@@ -145,7 +145,7 @@ class Decoding:
             self.slots.pages.grow(slot, self.slots.length[slot] + 1)
         slots, tokens = [slot for slot, _ in rows], [token for _, token in rows]
         given = [(token, slot, self.slots.length[slot]) for slot, token in rows]
-        gather = partial(self._gather, slots, tokens) if self._decoder.window else None
+        gather = partial(self._gather, [[*self.slots.last[slot], token] for slot, token in rows])
         return _Way(self._steps.begin(given, self._size(len(rows)), gather=gather), slots, tokens)
 
     def _launched_ahead(self, way: _Way, wanted: set[int]) -> _Way | None:
@@ -170,9 +170,11 @@ class Decoding:
         its way before."""
         following = self._launched_ahead(way, wanted) if ahead else None
         found: dict[int, tuple[int, _Told]] = {}
+        # Before all else: its first layers are running.
+        feed = None if following is None else partial(self._feed, way, following)
         try:
             try:
-                ids, best = self._steps.end(way.flight)
+                ids, best = self._steps.end(way.flight, feed)
             except HandoffError as error:
                 self.told.update(
                     {slot: error for slot in way.slots if slot not in {*wanted, *self.slots.free}}
@@ -187,23 +189,23 @@ class Decoding:
                     found[slot] = place, told
                 else:
                     self.told[slot] = told
-            if following is not None:
-                following.tokens.extend(found[slot][1].id for slot in following.slots)
-                if self._decoder.window:
-                    gather = partial(self._gather, following.slots, following.tokens)
-                    self._steps.feed(following.flight, gather)
-                self._ahead = following
+            self._ahead = following
         except BaseException:
             if following is not None:
                 self._steps.drop(following.flight)
             raise
         return found
 
-    def _gather(self, slots: Sequence[int], tokens: Sequence[int], out: Tensor) -> None:
-        given = zip(slots, tokens, strict=True)
-        self._decoder.gather(
-            [[*self.slots.last[slot], token][-self.slots.window :] for slot, token in given], out
-        )
+    def _feed(self, way: _Way, following: _Way, ids: Sequence[int]) -> None:
+        """``ids``: what the rows of a step have said, for the one that follows it."""
+        said = {slot: one for slot, *one in zip(way.slots, way.tokens, ids, strict=True)}
+        following.tokens.extend(said[slot][1] for slot in following.slots)
+        if self._decoder.window:
+            windows = [[*self.slots.last[slot], *said[slot]] for slot in following.slots]
+            self._steps.feed(following.flight, partial(self._gather, windows))
+
+    def _gather(self, windows: Sequence[list[int]], out: Tensor) -> None:
+        self._decoder.gather([window[-self.slots.window :] for window in windows], out)
 
     def _size(self, count: int) -> int:
         return next(n for n in self.rows if n >= count)

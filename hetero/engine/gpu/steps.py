@@ -269,9 +269,12 @@ class Steps:
         self.host[name] = now - began
         return now
 
-    def end(self, flight: Flight) -> tuple[list[int], list[float]]:
-        """Wait for a step: of each row the most likely token and its logit. Raises HandoffError where the CPU
-        side failed."""
+    def end(
+        self, flight: Flight, then: Callable[[list[int]], None] | None = None
+    ) -> tuple[list[int], list[float]]:
+        """Wait for a step: of each row the most likely token and its logit. ``then`` is given the tokens at
+        once, which are not worth anything if an error follows. Raises HandoffError where the CPU side
+        failed, and what ``then`` raises."""
         began = clock()
         if flight.graph is not None:
             assert flight.track not in self._closed, "it waits for its n-gram embeddings"
@@ -281,14 +284,20 @@ class Steps:
                 self._cut(flight)
                 raise
             began = self._lap("wait", began)
-            late = self._gate is not None and self._gate.failed(flight.track)
-            self._ended(flight.lanes)
-            if late:
-                raise HandoffError("the step went on without its n-gram embeddings")
-            flight.out = flight.graph.out
-        self._last = flight.lanes
+        late = flight.graph is not None and self._gate is not None and self._gate.failed(flight.track)
         found = self._results[flight.track].read(flight.count)
         self._lap("read", began)
+        try:
+            if then is not None:
+                then(found[0])
+        finally:
+            if flight.graph is not None:
+                self._ended(flight.lanes)
+        if late:
+            raise HandoffError("the step went on without its n-gram embeddings")
+        if flight.graph is not None:
+            flight.out = flight.graph.out
+        self._last = flight.lanes
         return found
 
     def drop(self, flight: Flight) -> None:
