@@ -12,6 +12,7 @@
 #include "pool.h"
 #include "rows.h"
 #include "weights.h"
+#include "workspace.h"
 
 namespace hetero {
 
@@ -49,27 +50,6 @@ struct Tuning {
   int64_t strip_blocks = 0;           // blocks of a strip of down for few tokens; 0: by the number of threads
 };
 
-// What a step needs beside the weights. Shared by all operators, guarded by Context::lock; it grows to the
-// largest step seen and is reused, so a step allocates nothing after the first of its size.
-struct Workspace {
-  struct Group {  // one expert's pairs: order[first .. first + rows)
-    int32_t expert;
-    int64_t first, rows;
-  };
-  struct Item {  // output units [unit, unit + units), all of one part, of rows [row, row + rows) of a group
-    int32_t group, part;
-    int64_t row, rows, unit, units;
-  };
-  std::vector<int64_t> counts;    // per expert, then its first position
-  std::vector<int32_t> order;     // position -> pair (token * slots + slot), sorted by expert, then pair
-  std::vector<int32_t> position;  // pair -> position, -1 where the pair is skipped
-  std::vector<Group> groups;
-  std::vector<int32_t> by_size;
-  std::vector<Item> up_items, down_items;
-  std::vector<int64_t> up_ends, down_ends;  // items of parts 0 .. p end here
-  Arena memory;
-};
-
 // One pool and one workspace for all operators of the process, passed to every step.
 struct Context {
   explicit Context(int threads) : pool(new Pool(std::vector<Seat>(static_cast<size_t>(threads)))) {}
@@ -79,14 +59,6 @@ struct Context {
   Pool* pool;
   Workspace workspace;
   Tuning tuning;
-};
-
-// ids of `pairs` = tokens * slots expert numbers; any outside [0, experts) is skipped.
-struct Routing {
-  const void* ids;
-  bool wide;  // int64, else int32
-  int64_t tokens, slots;
-  int64_t experts = 0;  // 0: as many as have weights here
 };
 
 class Experts {

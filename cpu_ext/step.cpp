@@ -1,7 +1,6 @@
 // One step of the operator: grouping by expert, the phases, and the work of a chunk.
 #include <algorithm>
 #include <cstring>
-#include <iterator>
 #include <utility>
 
 #include "moe.h"
@@ -9,12 +8,7 @@
 namespace hetero {
 namespace {
 
-constexpr int64_t kTileFloats = 128 * 1024;  // results of one item before activation or sum: half of L2
-constexpr int64_t kGatherBytes = 1 << 20;    // activations of one item
-constexpr int64_t kPiecesPerThread = 8;      // items per thread, so that late threads can be helped
-constexpr int64_t kUnitCost = 8;             // reading a unit's weights costs like computing 8 rows
-
-constexpr int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
+constexpr int64_t kGatherBytes = 1 << 20;  // activations of one item
 
 }  // namespace
 
@@ -163,7 +157,7 @@ struct Step {
     const RowForm form = in_side().form;
     const float* values = reinterpret_cast<const float*>(src);
     if (by_position) {
-      widen_in_order(src, type, store.order(expert_at(row)), k_in, tmp);
+      widen_in_order(src, type, store.order(ws.expert_at(row)), k_in, tmp);
       values = tmp;
     } else if (type != DType::kF32) {
       widen(src, type, k_in, 1, tmp);
@@ -181,13 +175,6 @@ struct Step {
     if (form.halves) op.isa_.table->round(values, k_in, k_pad, xs.bf16 + row * k_pad);
   }
 
-  // The expert of a position.
-  int64_t expert_at(int64_t position) const {
-    const auto after = std::upper_bound(ws.groups.begin(), ws.groups.end(), position,
-                                        [](int64_t at, const Workspace::Group& g) { return at < g.first; });
-    return std::prev(after)->expert;
-  }
-
   static void input_phase(void* self, int64_t chunk, int thread) {
     Step& s = *static_cast<Step*>(self);
     float* tmp = s.buffers(thread).row;
@@ -195,92 +182,18 @@ struct Step {
     for (int64_t row = chunk * s.x_chunk; row < end; ++row) s.input_row(row, tmp);
   }
 
-  // -- routing
+  // -- items
 
-  int64_t id_of(const Routing& r, int64_t first_pair, int64_t pair) const {
-    return r.wide ? static_cast<const int64_t*>(r.ids)[first_pair + pair]
-                  : static_cast<const int32_t*>(r.ids)[first_pair + pair];
-  }
-
-  // Counting sort of the pairs by expert; pairs of an expert stay in ascending order.
   void group_pairs(const Routing& r, int64_t first_pair) {
-    const int64_t pairs = tokens * slots;
-    const int64_t experts = r.experts > 0 ? r.experts : op.config_.experts;
-    ws.counts.assign(static_cast<size_t>(experts), 0);
-    ws.position.resize(static_cast<size_t>(pairs));
-    ws.order.resize(static_cast<size_t>(pairs));
-    ws.groups.clear();
-    for (int64_t p = 0; p < pairs; ++p) {
-      const int64_t e = id_of(r, first_pair, p);
-      if (e >= 0 && e < experts) ++ws.counts[static_cast<size_t>(e)];
-    }
-    int64_t first = 0;
-    for (int64_t e = 0; e < experts; ++e) {
-      int64_t& count = ws.counts[static_cast<size_t>(e)];
-      const int64_t rows = count;
-      if (rows > 0) ws.groups.push_back({static_cast<int32_t>(e), first, rows});
-      count = first;
-      first += rows;
-    }
-    pairs_kept = first;
-    for (int64_t p = 0; p < pairs; ++p) {
-      const int64_t e = id_of(r, first_pair, p);
-      if (e < 0 || e >= experts) {
-        ws.position[static_cast<size_t>(p)] = -1;
-        continue;
-      }
-      const int64_t at = ws.counts[static_cast<size_t>(e)]++;
-      ws.position[static_cast<size_t>(p)] = static_cast<int32_t>(at);
-      ws.order[static_cast<size_t>(at)] = static_cast<int32_t>(p);
-    }
-    ws.by_size.resize(ws.groups.size());
-    for (size_t i = 0; i < ws.groups.size(); ++i) ws.by_size[i] = static_cast<int32_t>(i);
-    if (!exact) {
-      // Large experts first: the short items at the end even out the threads.
-      std::sort(ws.by_size.begin(), ws.by_size.end(), [&](int32_t a, int32_t b) {
-        const int64_t ra = ws.groups[static_cast<size_t>(a)].rows,
-                      rb = ws.groups[static_cast<size_t>(b)].rows;
-        return ra != rb ? ra > rb : a < b;
-      });
-    }
+    pairs_kept =
+        ws.group(r, first_pair, tokens * slots, r.experts > 0 ? r.experts : op.config_.experts, !exact);
   }
 
-  // Splits the groups within positions [begin, end) into items of about equal cost, those of each part
-  // together; `range` gives the units of an expert that lie in a part.
-  template <class Range>
+  // Splits the groups within positions [begin, end); `range` gives the units of an expert that lie in a part.
   void build_items(std::vector<Workspace::Item>* items, std::vector<int64_t>* ends, int64_t begin,
-                   int64_t end, int64_t units, int64_t unit_floats, Range range) {
-    items->clear();
-    ends->clear();
-    int64_t cost = 0;
-    for (const auto& g : ws.groups) {
-      const int64_t rows = std::min(end, g.first + g.rows) - std::max(begin, g.first);
-      if (rows > 0) cost += units * (kUnitCost + rows);
-    }
-    const int64_t target = std::max<int64_t>(1, cost / (ctx.pool->threads() * kPiecesPerThread));
-    for (int32_t part = 0; part < store.parts(); ++part) {
-      for (const int32_t index : ws.by_size) {
-        const auto& g = ws.groups[static_cast<size_t>(index)];
-        const int64_t from = std::max(begin, g.first) - g.first;
-        const int64_t rows = std::min(end, g.first + g.rows) - g.first - from;
-        const std::pair<int64_t, int64_t> limits = range(g.expert, part);
-        const int64_t here = limits.second - limits.first;
-        if (rows <= 0 || here <= 0) continue;
-        const int64_t pieces = ceil_div(rows, max_rows);
-        for (int64_t piece = 0; piece < pieces; ++piece) {
-          const int64_t row = from + rows * piece / pieces;
-          const int64_t m = from + rows * (piece + 1) / pieces - row;
-          const int64_t most = std::max<int64_t>(1, kTileFloats / (m * unit_floats));
-          const int64_t want = std::clamp<int64_t>(target / (kUnitCost + m), 1, std::min(here, most));
-          const int64_t n = ceil_div(here, want);
-          for (int64_t i = 0; i < n; ++i) {
-            const int64_t u0 = here * i / n, u1 = here * (i + 1) / n;
-            items->push_back({index, part, row, m, limits.first + u0, u1 - u0});
-          }
-        }
-      }
-      ends->push_back(static_cast<int64_t>(items->size()));
-    }
+                   int64_t end, int64_t units, int64_t unit_floats, const UnitRange& range) {
+    ws.split({begin, end, units, unit_floats, max_rows, ctx.pool->threads(), store.parts()}, range, items,
+             ends);
   }
 
   void build_down_items(int64_t begin, int64_t end) {
@@ -503,17 +416,6 @@ struct Step {
     s.sum_slots(chunk / pieces, s.y + col0, s.ldy, col0, n, s.wave_begin, s.wave_end);
   }
 
-  // The end of the wave that begins at position `begin`: whole experts while they fit, else a part of one.
-  int64_t wave_limit(int64_t begin, int64_t most) const {
-    int64_t end = begin;
-    for (const auto& g : ws.groups) {
-      if (g.first + g.rows <= begin) continue;
-      if (g.first + g.rows - begin > most) return end > begin ? end : begin + most;
-      end = g.first + g.rows;
-    }
-    return end;
-  }
-
   // -- the pass
 
   int64_t most_pairs() const { return std::max<int64_t>(1, ctx.tuning.wave_bytes / (down.n_pad * 4)); }
@@ -534,7 +436,7 @@ struct Step {
     wave_end = 0;
     do {
       wave_begin = wave_end;
-      wave_end = exact ? pairs_kept : wave_limit(wave_begin, most_pairs());
+      wave_end = exact ? pairs_kept : ws.wave_limit(wave_begin, most_pairs());
       const Phase one = phase(sums, sum_phase);
       ctx.pool->run(&one, 1);
     } while (wave_end < pairs_kept);
@@ -627,7 +529,7 @@ struct Step {
     wave_end = 0;
     do {
       wave_begin = wave_end;
-      wave_end = wave_limit(wave_begin, most_pairs());
+      wave_end = ws.wave_limit(wave_begin, most_pairs());
       build_down_items(wave_begin, wave_end);
       phases[count++] = phase(static_cast<int64_t>(ws.down_items.size()), down_phase, &ws.down_ends);
       phases[count++] = phase(sums, sum_phase);
