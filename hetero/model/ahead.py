@@ -42,7 +42,8 @@ _PAGES = 8  # of a file that are looked for in the page cache
 
 
 class _Lender:
-    """Memory that returns by itself when the last tensor in it is gone. Any thread may take and drop it."""
+    """Memory that returns by itself when the last tensor in it is gone, or ends there where another thread
+    takes some at this moment. Any thread may take and drop it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -66,10 +67,15 @@ class _Lender:
         return lent
 
     def _give_back(self, size: int, memory: mmap.mmap) -> None:
-        with self._lock:
+        # The collector of garbage may come here at any place, also where this very thread holds the lock.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             if self._held + size <= max(AHEAD, 2 * size):
                 self._free.setdefault(size, []).append(memory)
                 self._held += size
+        finally:
+            self._lock.release()
 
     def clear(self) -> None:
         with self._lock:

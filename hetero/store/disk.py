@@ -224,6 +224,8 @@ class DiskExperts:
         here, absent = self._cache.lookup(wanted)
         self._missing += ((1.0 if absent else 0.0) - self._missing) / LAST_STEPS
         if self._guesses is not None:
+            for into, futures in self._taken.values():  # of a step that failed before it came to them
+                self._guesses.drop(into, futures)
             self._taken = self._guesses.take(self._block, absent)
         if len(wanted) <= self._cache.slots:
             self._finish(self._start(absent, pinned=here))

@@ -69,7 +69,7 @@ class Guesses:
             self._flying.clear()
             self._used += len(taken)
         for into, reads in wrong:
-            self._drop(into, reads)
+            self.drop(into, reads)
         return taken
 
     def give_back(self, into: memoryview) -> None:
@@ -104,8 +104,8 @@ class Guesses:
         self._made += 1
         return buffer(self._stride)
 
-    def _drop(self, into: memoryview, reads: list[Future[Any]]) -> None:
-        """Give a buffer back when nothing is written to it any more."""
+    def drop(self, into: memoryview, reads: list[Future[Any]]) -> None:
+        """Give a buffer that was taken back when nothing is written to it any more."""
         left = [len(reads)]
 
         def ended(_: Future[Any]) -> None:

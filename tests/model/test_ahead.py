@@ -81,6 +81,14 @@ def test_memory_is_used_again_and_not_before_its_tensors_are_gone(
     assert torch.equal(again, data[20:100_020])
 
 
+def test_garbage_may_be_collected_where_memory_is_taken() -> None:
+    lender = ahead._Lender()
+    lent = lender.take(100)
+    with lender._lock:  # what a collection within ``take`` finds
+        del lent
+    assert len(lender.take(100)) >= 100
+
+
 def test_a_fault_of_the_disk_names_the_file(
     tmp_path: Path, generator: torch.Generator, cold: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,32 @@ def test_a_guess_that_cannot_be_read_is_the_error_of_who_needs_it(
         assert torch.equal(tier.forward(x, ids, w), ram.forward(x, ids, w))
 
 
+def test_steps_that_fail_keep_no_buffer(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = made(generator, 1, SPEC)
+    (tier,), guesses = tiers(written(tmp_path / "x.hpack", blocks), blocks, 3)
+    real = PackFile.finish
+
+    def fail(file: PackFile, block: int, expert: int, *rest: Any) -> None:
+        real(file, block, expert, *rest)
+        if expert == 0:
+            raise MachineError("no")
+
+    monkeypatch.setattr(PackFile, "finish", fail)
+    x, ids, w = random_routing(SPEC, 40, generator)
+    ids[0, 0], ids[-1] = 0, torch.tensor([9, 10, 11])
+    for _ in range(100):
+        tier.expect([11, 10])  # which come after expert 0
+        with pytest.raises(MachineError, match="no"):
+            tier.forward(x, ids, w)
+        if guesses.stats.read > guess.BUFFERS:
+            break
+    assert guesses.stats.read > guess.BUFFERS
+    monkeypatch.undo()
+    assert torch.equal(tier.forward(x, ids, w), blocks[0].forward(x, ids, w))
+
+
 def test_layers_that_miss_nothing_are_not_guessed_for(tmp_path: Path, generator: torch.Generator) -> None:
     blocks = made(generator, 1, SPEC)
     (tier,), _ = tiers(written(tmp_path / "x.hpack", blocks), blocks, 12)
