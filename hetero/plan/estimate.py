@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from math import comb
+from math import exp, lgamma, log, log1p
 
 from hetero.plan import constants
 from hetero.plan.hardware import Hardware
@@ -84,7 +84,7 @@ def _later_us(wanted: int, rate: float, each: tuple[float, ...], shared: bool) -
     alone, beside, over, here = each
     total = 0.0
     for missing in range(wanted + 1):
-        chance = comb(wanted, missing) * rate**missing * (1.0 - rate) ** (wanted - missing)
+        chance = _chance(wanted, missing, rate)
         if chance < 1e-6:
             continue
         hit = (wanted - missing) * here
@@ -96,3 +96,12 @@ def _later_us(wanted: int, rate: float, each: tuple[float, ...], shared: bool) -
             best = min(best, max(by_cpu, by_gpu))
         total += chance * best
     return total
+
+
+def _chance(of: int, count: int, rate: float) -> float:
+    """That exactly ``count`` of so many are missing. By logarithms: the ways of choosing from a thousand and
+    more exceed a float."""
+    if rate <= 0.0 or rate >= 1.0:
+        return float(count == (of if rate >= 1.0 else 0))
+    ways = lgamma(of + 1) - lgamma(count + 1) - lgamma(of - count + 1)
+    return exp(ways + count * log(rate) + (of - count) * log1p(-rate))

@@ -84,3 +84,9 @@ def test_only_local_routing_moves_experts() -> None:
     }
     assert names["local"] - names["uniform"] == {"experts that are moved"}
     assert parse_format("int4") == request.expert_format
+
+
+def test_layers_of_thousands_of_experts() -> None:
+    each = (1.0, 2.0, 3.0, 0.1)
+    assert _later_us(4096, 0.5, each, True) == pytest.approx(constants.LEAD_US + 2048, rel=1e-3)
+    assert _later_us(4096, 0.0, each, True) == pytest.approx(constants.OWN_US + 409.6)
