@@ -14,19 +14,10 @@ import triton
 import triton.language as tl
 
 from hetero.ops.gpu.ahead_kernels import ask, ask_each
-from hetero.ops.gpu.code_kernels import (
-    ONES,
-    ROWS,
-    UNIT,
-    dot4,
-    e4m3_unit,
-    fetched,
-    four_e4m3,
-    fp8_scale,
-    weighed,
-)
+from hetero.ops.gpu.code_kernels import ONES, dot4, fetched, weighed
 from hetero.ops.gpu.coding_kernels import is_fp8, takes_values, unit_of
 from hetero.ops.gpu.overlap_kernels import await_last, let_next
+from hetero.ops.gpu.scale_kernels import ROWS, UNIT, e4m3_unit, four_e4m3, fp8_scale
 
 ACT_GROUP = tl.constexpr(32)
 # Below it a group of activations counts as zeros, as in the extension.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hetero.ops.gpu.code_kernels import decoded
 from hetero.ops.gpu.expert_kernels import BF16, INT4, INT8, ROWS, _act, _at, combined
+from hetero.ops.gpu.scale_kernels import decoded
 
 # Numbers that differ from launch to launch: a kernel is not compiled anew for those that divide by 16.
 _RUNNING = ("from_", "to", "tile_from")

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from hetero.ops.gpu.ahead_kernels import ask
-from hetero.ops.gpu.code_kernels import e4m3_half, e4m3_unit, four_e4m3, fp8_scale
 from hetero.ops.gpu.expert_kernels import ACT_GROUP, INT4, ROWS, step_dot
 from hetero.ops.gpu.grouped_kernels import _decoded
 from hetero.ops.gpu.overlap_kernels import await_last, let_next
+from hetero.ops.gpu.scale_kernels import e4m3_half, e4m3_unit, four_e4m3, fp8_scale
 
 
 @triton.jit
