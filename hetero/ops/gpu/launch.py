@@ -209,17 +209,19 @@ class ExpertLaunch:
         (tokens, slots), (h, y), (begin, end) = weights.shape, room, rows
         common: dict[str, Any] = {
             "TILE": shape.rows, "BLOCKS": shape.blocks, "DEPTH": shape.depth, "TWIN": self.twin,
-            "num_warps": shape.warps, "num_stages": shape.stages,
+            "num_warps": shape.warps,
         }  # fmt: skip
         count = tiles[1] - tiles[0]
         if count:
             grouped_kernels.gate_up_rows[(-(-self.blocks_up // shape.blocks), count)](
                 base, x, pairs.order, pairs.tiles, pairs.addresses, h, slots, begin, tiles[0], *self.limits,
-                INPUTS=self.spec.hidden, ORDER_AT=self.order_at, **self.act, **self.up, **common,
+                INPUTS=self.spec.hidden, ORDER_AT=self.order_at, num_stages=_stages(self.format, shape),
+                **self.act, **self.up, **common,
             )  # fmt: skip
             grouped_kernels.down_rows[(-(-self.blocks_down // shape.blocks), count)](
                 base, h, pairs.order, pairs.tiles, pairs.addresses, weights, y, begin, tiles[0],
-                INPUTS=self.spec.intermediate, **self.down, **common,
+                INPUTS=self.spec.intermediate, num_stages=_stages(self.down_format, shape),
+                **self.down, **common,
             )  # fmt: skip
         elif not first:
             return
@@ -235,6 +237,12 @@ class ExpertLaunch:
             torch.empty(rows, self.spec.intermediate, dtype=torch.bfloat16, device=self.device),
             torch.empty(rows, self.spec.hidden, dtype=torch.float32, device=self.device),
         )
+
+
+def _stages(fmt: Format, shape: Tiling) -> int:
+    """With more on its way than codes and one scale, a third stage would not fit the shared memory of GPUs
+    that have 100 KB of it."""
+    return shape.stages if fmt.name in ("bf16", "int8", "int4") else min(shape.stages, 2)
 
 
 def _reading(fmt: Format) -> tuple[dict[str, int], int]:
