@@ -82,7 +82,7 @@ def plan_today(
     dtype = "bfloat16" if layout.dense in DENSE_PACKED else layout.dense
     gpu, gpu_layers, why_not = _on_gpu(inventory, request, layout, dtype)
     ram, disk = Tier(layout.ram.name, layout.ram.capacity), Tier(layout.disk.name, None)
-    share, table, missing = _in_ram(inventory, request, layout, gpu_layers, ram=ram, disk=disk)
+    share, table, missing = _in_ram(inventory, request, layout, gpu_layers, dtype, ram=ram, disk=disk)
     run = replace(layout, table=table)
     return Today(
         dtype=dtype,
@@ -136,6 +136,7 @@ def _in_ram(
     request: Request,
     layout: Layout,
     gpu_layers: tuple[int, ...],
+    dtype: str,
     *,
     ram: Tier,
     disk: Tier,
@@ -143,7 +144,9 @@ def _in_ram(
     """Fill main memory and disk: the share of the CPU's experts that main memory holds, where the n-gram
     table is, and what keeps the model out of them."""
     for item in layout.ram.items:
-        if item.name not in ("experts", "embeddings") and "n-gram table" not in item.name:
+        if item.name.startswith("dense layers"):
+            ram.add(f"dense layers ({dtype})", dense_bytes(inventory, dtype))
+        elif item.name not in ("experts", "embeddings") and "n-gram table" not in item.name:
             ram.add(item.name, item.bytes)
     largest = max(
         (w.params for w in inventory.weights if w.kind not in (Kind.EXPERTS, Kind.TABLE)), default=0

@@ -263,6 +263,16 @@ def test_cpu_alone() -> None:
     assert isclose(found["dense layers, CPU"], 4 * model.read_params / 1e11 * 1e3, rel_tol=1e-4)
 
 
+def test_packed_dense_layers_are_bfloat16_where_no_layers_are_fused() -> None:
+    model, hardware = flagship(), machine(gpu=False, ram=256 * GIB)
+    tiers = {
+        dense: make_plan("m", model, hardware, asked(dense=dense)).today.tiers
+        for dense in ("bfloat16", "int8", "fp8")
+    }
+    assert tiers["int8"] == tiers["bfloat16"] == tiers["fp8"]
+    assert "dense layers (bfloat16)" in [item.name for item in tiers["int8"][0].items]
+
+
 def test_measured_rates_of_both_at_once_are_taken() -> None:
     both = {"cpu_gb_s": 78.0, "pcie_gb_s": 48.0, "source": "a test"}
     pcie = {"copy_gb_s": {"measured": 55, "source": "t"}, "read_gb_s": {"measured": 51, "source": "t"}}
