@@ -40,6 +40,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("HETERO_PREFILL_CHUNK", "512, with fused layers 4096", "prompt tokens of one forward pass"),
     Variable("HETERO_PCIE", "early", "when a step's experts cross PCIe"),
     Variable("HETERO_SNAPSHOTS", "2GiB", "main memory for states of sequences of fused layers"),
+    Variable("HETERO_AHEAD", "on", "whether greedy steps of fused layers are launched one ahead"),
     Variable("HETERO_GRAPHS", "on", "whether steps of models without fused layers are captured on a GPU"),
     Variable("HETERO_API_KEY", "none", "key that clients of the server must give"),
     Variable("HETERO_STATS", "on", "whether counts of the experts that are used are kept"),
@@ -58,6 +59,7 @@ class Settings:
     prefill_chunk: int = 512
     pcie: str = "early"
     snapshots: int = 2 << 30
+    ahead: bool = True
     graphs: bool = True
     stats: bool = True
     debug: bool = False
@@ -77,6 +79,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         prefill_chunk=_positive(env, "HETERO_PREFILL_CHUNK") or 512,
         pcie=_one_of(env, "HETERO_PCIE", PCIE),
         snapshots=_size(env, "HETERO_SNAPSHOTS", 2 << 30),
+        ahead=_switch(env, "HETERO_AHEAD"),
         graphs=_switch(env, "HETERO_GRAPHS"),
         stats=_switch(env, "HETERO_STATS"),
         debug=debug(env),

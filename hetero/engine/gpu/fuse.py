@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hetero.config import settings
 from hetero.core import HeteroError, InputError
 from hetero.cpu import CpuExperts
 from hetero.decode.decoder import Decoder
@@ -110,7 +111,7 @@ class Fusing:
             pages=pages,
             numbers=decoder.moe_numbers,
             port=self.port,
-            ahead=self.port is not None,
+            ahead=self.port is not None and settings().ahead,
             halves=self.port is not None and self.lanes != 1,
             closing=[shared.prefiller.close, *(one.arena.close for one in hybrid if one.arena is not None)],
         )
