@@ -134,7 +134,7 @@ def test_fork_during_a_step() -> None:
 def test_interpreter_ends_cleanly(ending: str) -> None:
     code = f"from hetero import _cpu, cpu\ncpu.set_threads(3)\n_cpu.pool_exercise(99, 10, -1)\n{ending}\n"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == {"": 0, "raise SystemExit(3)": 3}.get(ending, -2)
     assert "terminate" not in done.stderr
@@ -147,7 +147,7 @@ def test_steps_at_exit_still_run() -> None:
         "from hetero import cpu\ncpu.set_threads(2)\n_cpu.pool_exercise(9, 1, -1)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, "18")
 

@@ -473,7 +473,7 @@ def start() -> subprocess.Popen[str]:
 def test_two_processes_fetch_each_file_once(hub: Hub, repo: Repo) -> None:
     hub.delay = 0.02
     both = [start(), start()]
-    out = [process.communicate(timeout=60) for process in both]
+    out = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], out
     folder = Path(out[0][0].strip())
     assert out[1][0].strip() == str(folder)
@@ -489,7 +489,7 @@ def test_ctrl_c_leaves_nothing_that_is_taken_for_whole(hub: Hub, repo: Repo) -> 
     while time.monotonic() < deadline and not any(part.stat().st_size > 600 for part in parts(home())):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=240)
     assert process.returncode != 0
     assert "KeyboardInterrupt" in error
     assert "stopped; what has come is kept, and the same command goes on from there" in error

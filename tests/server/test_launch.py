@@ -76,7 +76,7 @@ def hetero(*words: str, path: str = "", **env: str) -> subprocess.CompletedProce
     whole = {k: v for k, v in os.environ.items() if k != "HETERO_API_KEY"} | env
     whole["PATH"] = f"{path}:{whole['PATH']}" if path else whole["PATH"]
     command = [sys.executable, "-m", "hetero.cli", "launch", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=whole, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=whole, timeout=240, check=False)
 
 
 EXPECTED = {
