@@ -87,8 +87,11 @@ class Bus:
         count, stride = min(_COPIED, len(host[0])), host[0].shape[1]
         self.room = torch.empty(count, stride, dtype=torch.uint8, device=device)
         at = self.room.data_ptr()
+        # The last word keeps all of them at multiples of 16 bytes: others would be read by a kernel of their
+        # own, which would be compiled while copies are timed.
         lists = [
-            [count, *(n for e in range(count) for n in (one[e].data_ptr(), at + e * stride))] for one in host
+            [count, *(n for e in range(count) for n in (one[e].data_ptr(), at + e * stride)), 0]
+            for one in host
         ]
         self._lists = torch.tensor(lists, device=device)
         self._events: list[Any] = []
