@@ -166,6 +166,28 @@ def test_what_cannot_be_captured_runs_eagerly(
     other.close()
 
 
+def test_keys_and_values_without_room_run_eagerly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hetero.engine.gpu import plain as graphs
+
+    def lacking(like: Any, length: int) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(graphs, "HeldCache", lacking)
+    plain, other, means = steppers(tmp_path, "mixtral")
+    one, mine = plain.start(), other.start()
+    with caplog.at_level(logging.WARNING, "hetero.engine"):
+        token = same(one, mine, prompt()[0].tolist())
+        for _ in range(3):
+            token = same(one, mine, [token])
+    (message,) = [record.message for record in caplog.records if record.name == "hetero.engine"]
+    assert "runs eagerly" in message
+    assert "out of memory" in message
+    assert means.replays == 0
+    other.close()
+
+
 def test_a_worker_that_fails(tmp_path: Path) -> None:
     plain, other, _ = steppers(tmp_path, "mixtral")
     ids = prompt()[0].tolist()

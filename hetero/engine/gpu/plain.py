@@ -140,6 +140,9 @@ class PlainGraphs:
         except (CaptureError, InputError, MachineError) as error:
             self._give_up(sequence, error)
             return None
+        except torch.OutOfMemoryError as error:  # beside the sequence's own keys and values
+            self._give_up(sequence, MachineError(told(error)))
+            return None
         sequence.length += 1
         return logits
 
