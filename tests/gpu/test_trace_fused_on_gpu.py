@@ -43,7 +43,7 @@ def test_a_traced_run(family: str, tmp_path: Path) -> None:
         # What sits in the cache differs, and with it the order of sums.
         assert float(errors(traced, plain).median()) < 0.01
         assert runner.launches == launches
-        stamps = runner._tracing._stamps
+        stamps = runner._steps.tracing._stamps
         assert stamps is not None
         error = stamps.alignment.error + SLACK
         moe: Any = runner.decoder.moe_numbers  # type: ignore[attr-defined]

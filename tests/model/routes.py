@@ -48,7 +48,7 @@ def chosen_by(model: Any) -> Iterator[Chosen]:
 class Routing:
     """A hook for ``Decoder.routing``: without ``chosen`` it keeps what routers say, else it says that,
     which is of several sequences. Steps of up to ``rows`` rows can be captured: what they read and write is
-    always in the same place.
+    always in the same place. Of several layers; the halves of a step that take turns ask one after the other.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Routing:
         self._ids = torch.zeros(layers, rows, k, dtype=torch.int64, device=device)
         self._weights = torch.zeros(layers, rows, k, device=device)
         self._piece: tuple[int, slice] | None = None  # of a prompt
+        self._last = -1, 0  # the layer that has asked last, and rows of it so far
         self._parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]
 
     def prompt(self, sequence: int, start: int, end: int) -> None:
@@ -87,15 +88,18 @@ class Routing:
         return kept
 
     def __call__(self, layer: int, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        rows = len(ids)
         if self._piece is None:
+            before = self._last[1] if self._last[0] == layer and len(self._parts) > 1 else 0
+            rows = slice(before, before + len(ids))
+            self._last = layer, rows.stop
             if self._chosen:
                 # Rows that are idle stay so.
                 live = ids[:, :1] >= 0
-                return torch.where(live, self._ids[layer, :rows], -1), self._weights[layer, :rows]
-            self._ids[layer, :rows].copy_(ids)
-            self._weights[layer, :rows].copy_(weights)
+                return torch.where(live, self._ids[layer, rows], -1), self._weights[layer, rows]
+            self._ids[layer, rows].copy_(ids)
+            self._weights[layer, rows].copy_(weights)
             return ids, weights
+        self._last = -1, 0
         if not self._chosen:
             self._parts[layer].append((ids.cpu(), weights.cpu()))
             return ids, weights
