@@ -27,7 +27,7 @@ HAS_GPU = bool(list(Path("/dev").glob("nvidia[0-9]*")))
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
-GPU_LIMIT_S = 240.0
+GPU_LIMIT_S = 150.0
 """After so long a test on a machine with a GPU hangs: nothing ends a call that waits for a stream, so all
 threads tell where they are, and the process ends."""
 
