@@ -257,12 +257,13 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0, help="of the checkpoint's experts")
     parser.add_argument("--formats", nargs="+", default=["int8", "int4", "bf16"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/hetero-packing"))
+    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="files go to a folder within it")
     parser.add_argument("--reads", type=int, default=0, metavar="ROUNDS", help="reads of a packed file alone")
     parser.add_argument("--sources", action="store_true", help="packing alone, of one core")
     parser.add_argument("--marginal", type=int, default=0, metavar="ROUNDS", help="fixed cost and each GB's")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.folder /= "hetero-packing"  # removed before and after
     if args.child:
         kind, folder, rules, cache = args.child
         print(json.dumps(child(kind, Path(folder), Path(rules), Path(cache))))

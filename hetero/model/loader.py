@@ -25,10 +25,10 @@ from hetero.model.convert import (
 )
 from hetero.model.loadplan import LoadPlan, plan_load, some
 from hetero.model.names import Target
-from hetero.model.pieces import PARTS, PartSource
+from hetero.model.pieces import PARTS
 from hetero.model.quantised import InexactError
+from hetero.model.reading import Reading, together
 from hetero.model.source import Source
-from hetero.quant.pack import Codes
 
 __all__ = ["ExpertSink", "LoadPlan", "LoadReport", "load", "plan_load"]
 
@@ -123,64 +123,6 @@ Put = tuple[str, str, tuple[Any, ...]]
 """A method of a sink, a part, and what the method takes beside expert and part."""
 
 PUT = "put"
-
-
-class _Reading:
-    """What one job reads of a source, counted. Matrices that several parts stand in are read once."""
-
-    def __init__(self, checkpoint: Source) -> None:
-        self.nbytes = 0
-        self._checkpoint = checkpoint
-        self._known: dict[tuple[str, str, int | None], Any] = {}
-
-    def read(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
-        value: torch.Tensor = self._counted("read", name, None)
-        return value
-
-    def slice(self, name: str, index: int) -> torch.Tensor:
-        """Element ``index`` along dimension 0, that dimension kept."""
-        value: torch.Tensor = self._counted("read_slice", name, index)
-        return value
-
-    def floats(self, source: PartSource, expert: int) -> tuple[torch.Tensor]:
-        """A part as floats, for ``put``."""
-        piece = source.piece(expert)
-        value = self._once("read" if piece.index is None else "read_slice", piece.name, piece.index)
-        return (source.floats(value if piece.index is None else value[0], piece),)
-
-    def codes(self, source: PartSource, expert: int) -> Codes:
-        """A part in its format, for ``put_codes``. Raises InexactError."""
-        piece = source.piece(expert)
-        return source.cut(self._once("codes", piece.name, piece.index), expert)
-
-    def blocks(self, source: PartSource, expert: int) -> tuple[str, torch.Tensor]:
-        """A part in the blocks of its file, for ``put_ggml``."""
-        piece = source.piece(expert)
-        rows = self._once("blocks", piece.name, piece.index)
-        return source.ggml, (rows if piece.rows is None else rows[piece.rows]).contiguous()
-
-    def _once(self, method: str, name: str, index: int | None) -> Any:
-        key = (method, name, index)
-        if key not in self._known:
-            self._known[key] = self._counted(*key)
-        return self._known[key]
-
-    def _counted(self, method: str, name: str, index: int | None) -> Any:
-        read = getattr(self._checkpoint, method)
-        value = read(name) if index is None else read(name, index)
-        info = self._checkpoint.tensors[name]
-        self.nbytes += info.nbytes if index is None else info.nbytes // info.shape[0]
-        return value
-
-
-def _together(sources: Mapping[str, PartSource], expert: int) -> list[tuple[str, ...]]:
-    """Parts of an expert, those that stand in one tensor together."""
-    by_name: dict[str, tuple[str, ...]] = {}
-    for part, source in sources.items():
-        name = source.piece(expert).name
-        by_name[name] = (*by_name.get(name, ()), part)
-    return list(by_name.values())
 
 
 class _Loading:
@@ -282,7 +224,7 @@ class _Loading:
             yield from self._own(experts)
 
     def _whole(self, target: Target) -> Delivery:
-        reading = _Reading(self.checkpoint)
+        reading = Reading(self.checkpoint)
         made = convert(target, self.model, reading.read, self._shape_of)
 
         def deliver() -> None:
@@ -300,7 +242,7 @@ class _Loading:
 
     def _of_target(self, experts: str, expert: int, target: Target) -> Delivery:
         """What one parameter has of an expert."""
-        reading, leaf = _Reading(self.checkpoint), target.name.rpartition(".")[2]
+        reading, leaf = Reading(self.checkpoint), target.name.rpartition(".")[2]
         parts = PARTS.get(leaf, ())
         sources = self.plan.parts[experts]
         puts = self._as_quantised(reading, experts, expert, parts)
@@ -331,7 +273,7 @@ class _Loading:
             getattr(sink, method)(expert, part, *values)
 
     def _as_quantised(
-        self, reading: _Reading, experts: str, expert: int, parts: tuple[str, ...]
+        self, reading: Reading, experts: str, expert: int, parts: tuple[str, ...]
     ) -> list[Put] | None:
         """The parts of an expert as they are quantised, for a sink that has the same format; else None."""
         sink: Any = self.sinks[experts]
@@ -359,7 +301,7 @@ class _Loading:
         nbytes = sum(self.checkpoint.tensors[name].nbytes for name in self.plan.names_of([experts]))
         if experts in self.sinks:
             for expert in range(count):
-                for parts in _together(sources, expert):
+                for parts in together(sources, expert):
                     size = nbytes // count // len(sources)
                     yield Job(size, partial(self._of_parts, experts, expert, parts))
             return
@@ -369,7 +311,7 @@ class _Loading:
                 yield Job(nbytes, partial(self._joined, experts, name, leaf, place.shape))
 
     def _of_parts(self, experts: str, expert: int, parts: tuple[str, ...]) -> Delivery:
-        reading, sources = _Reading(self.checkpoint), self.plan.parts[experts]
+        reading, sources = Reading(self.checkpoint), self.plan.parts[experts]
         puts: list[Put] = []
         for part in parts:
             puts += self._as_quantised(reading, experts, expert, (part,)) or [
@@ -382,9 +324,9 @@ class _Loading:
         sources, layout = self.plan.parts[experts], self.plan.experts[experts]
         value, nbytes = torch.empty(shape), 0
         for expert in range(self.plan.counts[experts]):
-            reading = _Reading(self.checkpoint)
+            reading = Reading(self.checkpoint)
 
-            def part_of(part: str, reading: _Reading = reading, expert: int = expert) -> torch.Tensor:
+            def part_of(part: str, reading: Reading = reading, expert: int = expert) -> torch.Tensor:
                 return reading.floats(sources[part], expert)[0]
 
             value[expert] = layout.join(leaf, part_of)
