@@ -46,14 +46,29 @@ class ExpertUse:
         self._lock = threading.Lock()
         # What a device counts by itself, in steps of one token: int64 [experts].
         self.counted: torch.Tensor | None = None
+        self.recording = False  # a step is recorded, whose ids are others every time that it runs
 
     def note(self, ids: torch.Tensor) -> None:
         """Ids [T, k] of one step; those that are no expert's are left out. They are read later: from a GPU
         when its work is long done."""
+        if self.recording:
+            self.count_there(ids)
+            return
         self._waiting.append(ids)
         self._held += ids.numel()
         if self._held >= _FOLD_AT:
             self._fold()
+
+    @property
+    def experts(self) -> int:
+        return len(self._counts)
+
+    def count_there(self, ids: torch.Tensor) -> None:
+        """Add to ``counted``, in the current stream: ids [1, k] on its device."""
+        assert self.counted is not None
+        known = (ids >= 0) & (ids < len(self.counted))
+        places = ids.long().clamp(0, len(self.counted) - 1)
+        self.counted.scatter_add_(0, places.flatten(), known.long().flatten())
 
     def snapshot(self) -> Use:
         """The counts now, from any thread."""

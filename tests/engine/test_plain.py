@@ -20,6 +20,7 @@ from hetero.engine.gpu.plain import PlainGraphs
 from hetero.engine.handoff import Handoff, HandoffError
 from hetero.engine.load import load_model
 from hetero.ops.experts import CpuExpertsOp
+from hetero.ops.watch import ExpertUse
 from hetero.trace import recorder
 from tests.engine.handoffs import POINTS, THROW
 from tests.engine.twins import PlayedFlags, TwinMeans
@@ -185,6 +186,23 @@ def test_keys_and_values_without_room_run_eagerly(
     assert "runs eagerly" in message
     assert "out of memory" in message
     assert means.replays == 0
+    other.close()
+
+
+def test_experts_on_the_device_are_counted(tmp_path: Path) -> None:
+    """Which note ids themselves, of a step that is recorded once: in every step, and not in trials."""
+    _, other, means = steppers(tmp_path, "mixtral")
+    model, use = other._model, ExpertUse(8)
+    model.lm_head.use = use
+    hook = model.lm_head.register_forward_hook(lambda *_: use.note(torch.tensor([[6, 2, -1]])))
+    other.graphs = PlainGraphs(model, CPU, other._fixed | other._last_only, means=means, make=Handing)
+    mine = other.start()
+    advanced(mine, prompt()[0].tolist())
+    for _ in range(3):
+        advanced(mine, [3])
+    assert means.replays == 3
+    assert use.snapshot().counts == (0, 0, 4, 0, 0, 0, 4, 0)
+    hook.remove()
     other.close()
 
 

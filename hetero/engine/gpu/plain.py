@@ -21,6 +21,7 @@ from hetero.engine.gpu.graphs import CaptureError, CudaMeans, Graph, Means, told
 from hetero.engine.handoff import Handoff
 from hetero.model.static import HeldCache, unsuited
 from hetero.ops.experts import CpuExpertsOp
+from hetero.ops.watch import ExpertUse
 from hetero.trace import recorder
 
 log = logging.getLogger("hetero.engine")
@@ -106,6 +107,9 @@ class PlainGraphs:
         self._means: Means = means or CudaMeans(device, "nap", 1)
         self._length = min(LONGEST, int(getattr(model.config, "max_position_embeddings", 0) or LONGEST))
         self._experts = [module for module in model.modules() if isinstance(module, CpuExpertsOp)]
+        # Of all experts, those on the device as well, which count themselves.
+        uses = (getattr(module, "use", None) for module in model.modules())
+        self._uses = [use for use in uses if isinstance(use, ExpertUse)]
         self._cache: HeldCache | None = None
         self._handing: Handing | None = None
         self._graph: Graph | None = None
@@ -190,7 +194,7 @@ class PlainGraphs:
         assert self._cache is not None
         if self._experts:
             self._handing = self._make(*self._handed())
-        counts = [self._counts_of(module) for module in self._experts]
+        counts = [self._counts_of(use) for use in self._uses]
         kept = [one.clone() for one in counts]
         for _ in range(_WARM_UPS):
             self._try()
@@ -201,12 +205,11 @@ class PlainGraphs:
             now.copy_(before)  # nobody has asked for the steps so far
         self._graph = self._means.graph(self._record, self._means.pool())
 
-    def _counts_of(self, module: CpuExpertsOp) -> Tensor:
-        """How often each of its experts was chosen in steps by graphs, on the device."""
-        if module.use.counted is None:
-            experts = module.spec.num_experts
-            module.use.counted = torch.zeros(experts, dtype=torch.int64, device=self._device)
-        return module.use.counted
+    def _counts_of(self, use: ExpertUse) -> Tensor:
+        """How often each expert of a layer was chosen in steps by graphs, on the device."""
+        if use.counted is None:
+            use.counted = torch.zeros(use.experts, dtype=torch.int64, device=self._device)
+        return use.counted
 
     def _try(self) -> None:
         """One step without a graph. Raises CaptureError where the model's code does not run so."""
@@ -234,11 +237,15 @@ class PlainGraphs:
             self._there.copy_(self._ids, non_blocking=True)
         for layer, module in enumerate(self._experts):
             module.handed = lambda x, ids, weights, layer=layer: self._hand(layer, x, ids, weights)
+        for use in self._uses:
+            use.recording = True
         try:
             out = self._model(input_ids=self._there, past_key_values=self._cache.cache, **self._fixed)
         finally:
             for module in self._experts:
                 module.handed = None
+            for use in self._uses:
+                use.recording = False
         logits: Tensor = out.logits
         return logits[0, -1]
 
@@ -247,8 +254,7 @@ class PlainGraphs:
         self._order.append(layer)
         ids = ids.long().contiguous()
         self._handing.submit(layer, x.contiguous(), ids, weights.float().contiguous())
-        counted = self._counts_of(self._experts[layer])
-        counted.scatter_add_(0, ids.flatten(), torch.ones_like(ids).flatten())
+        self._experts[layer].use.count_there(ids)
         return _Away(self._handing, layer, x)
 
     def _replayed(self, graph: Graph) -> Tensor:
