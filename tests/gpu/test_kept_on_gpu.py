@@ -75,7 +75,7 @@ def test_beginnings(family: str, tmp_path: Path) -> None:
         prompt = tuple(common)
         for turn in range(3):
             ends: list[object] = []
-            engine.submit(Request(prompt, SamplingParams(), 8), ends.append)
+            engine.submit(Request(prompt, SamplingParams(), 8, ignore_eos=True), ends.append)
             while engine.status().running + engine.status().waiting:
                 engine.step()
             result = ends[-1]
