@@ -122,8 +122,8 @@ class Fusing:
             fill(runner, vram, self.wishes, partial(_resize, hybrid))
         if self.port is not None and self.lanes != 1:
             self._take_turns(runner)
-        # Whoever asks for these while a step waits for the host finds their kernels loaded: to load one may take
-        # until the device is idle.
+        # Whoever asks for these while a step waits for the host finds their kernels loaded: to load one may
+        # take until the device is idle.
         runner.reads()
         runner.uses()
         self._tell_slots(hybrid)

@@ -125,6 +125,8 @@ class Steps:
         (self.turns.add if turns else self.turns.discard)(size)
         for track in self.tracks:
             self.graphs.pop((size, track), None)
+        if not self.graphs:  # memory of which no graph is left belongs to none that follows
+            self._pool = None
         self._capture([size])
 
     def _capture(self, rows: Sequence[int]) -> None:
