@@ -13,7 +13,7 @@ from hetero import jsonfile
 from hetero.core import ExpertSpec
 from hetero.store.reads import aligned
 
-LAYOUT = 1
+LAYOUT = 2
 """Of packed experts (cpu_ext/kernels.h): to be raised when the same weights make other bytes."""
 
 
