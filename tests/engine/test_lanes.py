@@ -3,6 +3,7 @@ and the kernels' interpreter for the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from hetero.core import HeteroError
+from hetero.core import HeteroError, MachineError
 from hetero.decode.decoder import Decoder
 from hetero.decode.experts import DirectExperts
 from hetero.decode.inputs import StepInputs
 from hetero.decode.layer import PlainStream
 from hetero.decode.turns import halves, joined, step
 from hetero.engine.gpu.fuse import find_sites
+from hetero.engine.gpu.graphs import CaptureError
 from hetero.engine.gpu.port import LanePort
 from hetero.engine.gpu.runner import GpuRunner
 from hetero.engine.handoff import Handoff
@@ -207,4 +209,39 @@ def test_what_is_faster_is_kept(faster: bool, lanes: int, monkeypatch: pytest.Mo
     runner.step([(slots[0], 1)])
     runner.step([(slot, 3) for slot in slots])
     assert decoder.asked == (1, 2)
+    runner.close()
+
+
+class TightMeans(TwinMeans):
+    """Cannot capture the steps whose decoder goes by two lanes, for ``error``."""
+
+    def __init__(self, decoder: Halving, error: Exception) -> None:
+        super().__init__()
+        self.decoder, self.error = decoder, error
+
+    def graph(self, record: Callable[[], Tensor], pool: Any) -> Any:
+        record()
+        if self.decoder.asked[-1] == 2:
+            raise self.error
+        return super().graph(record, pool)
+
+
+@pytest.mark.parametrize("error", [MachineError("no memory"), CaptureError("no such operator")])
+@pytest.mark.parametrize("turns", [True, None])
+def test_halves_that_cannot_be_captured(
+    error: Exception, turns: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = Halving(4, 32)
+    means = TightMeans(decoder, error)
+    runner = GpuRunner(decoder, [], handoff=None, slots=4, context=32, rows=(1, 4), means=means, halves=True)
+    runner.capture()
+    assert runner.take_turns(turns) == {}
+    assert [line for line in caplog.messages if "take turns" in line] == [
+        f"halves of steps of 4 rows do not take turns: {error}"
+    ]
+    decoder.asked = ()
+    replays = means.replays
+    runner.step([(runner.claim(), token) for token in (3, 4, 5)])
+    assert set(decoder.asked) == {1}
+    assert means.replays == replays + 1  # still by a graph
     runner.close()

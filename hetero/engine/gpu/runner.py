@@ -299,7 +299,8 @@ class GpuRunner:
                     continue
             plain = self._seconds(size)
             with torch.inference_mode(), self._means.stream():
-                self._steps.capture_turns(size, True)
+                if not self._steps.capture_turns(size, True):
+                    continue
             times[size] = plain, self._seconds(size)
             if times[size][1] >= plain:
                 with torch.inference_mode(), self._means.stream():

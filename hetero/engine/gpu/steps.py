@@ -118,16 +118,33 @@ class Steps:
         self.tracing.close()
         self.graphs.clear()  # before others are made beside them
         self._pool = None
-        self._capture(self.rows)
+        try:
+            self._capture(self.rows)
+        except CaptureError as error:
+            self._give_up(error)
 
-    def capture_turns(self, size: int, turns: bool) -> None:
-        """Make the graphs of a number of rows anew, with halves that take turns or without."""
+    def capture_turns(self, size: int, turns: bool) -> bool:
+        """Make the graphs of a number of rows anew, with halves that take turns or without; whether they do.
+        Where halves cannot be captured or have no memory, one warning says so, and they do not."""
         (self.turns.add if turns else self.turns.discard)(size)
         for track in self.tracks:
             self.graphs.pop((size, track), None)
         if not self.graphs:  # memory of which no graph is left belongs to none that follows
             self._pool = None
-        self._capture([size])
+        try:
+            self._capture([size])
+        except CaptureError as error:
+            if not turns:
+                self._give_up(error)
+                return False
+            log.warning("halves of steps of %d rows do not take turns: %s", size, error)
+            return self.capture_turns(size, False)
+        except MachineError as error:
+            if not turns:
+                raise
+            log.warning("halves of steps of %d rows do not take turns: %s", size, error)
+            return self.capture_turns(size, False)
+        return turns
 
     def _capture(self, rows: Sequence[int]) -> None:
         for size in reversed(rows):
@@ -144,10 +161,7 @@ class Steps:
             for track in self.tracks:
                 try:
                     self.graphs[size, track] = self._captured(size, track, None, self._gate is not None)
-                except CaptureError as error:
-                    self._give_up(error)
-                    return
-                except MachineError:
+                except (CaptureError, MachineError):
                     self._forget()  # whoever makes room may capture again
                     raise
 

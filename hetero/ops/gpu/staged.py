@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -119,6 +120,9 @@ class Staging:
         """What was sent ahead for a layer. What a chunk that takes turns with this one has sent for a later
         layer is given up: this one needs the buffers."""
         sent = self.sent.pop(layer, [])
+        for piece in chain.from_iterable(self.sent.values()):
+            # What uses the buffers next, on whatever stream, follows the current one.
+            self._lanes.wait(piece.ready)
         self.sent.clear()
         return sent
 
