@@ -251,8 +251,8 @@ def advice(made: Plan) -> str | None:
     best = max(formats, key=lambda a: a.expected_local or 0.0, default=None)
     if best is None or best.expected_local is None or best.expected_local < _MUCH * now:
         return None
-    name = best.change.removeprefix(FORMAT)
-    return f"much faster by --format '{name}': {best.expected_local:.3g} tokens/s expected (local routing)"
+    name, gain = best.change.removeprefix(FORMAT), "much faster" if made.fits else "it fits"
+    return f"{gain} by --format '{name}': {best.expected_local:.3g} tokens/s expected (local routing)"
 
 
 def _manner(made: Plan) -> str:

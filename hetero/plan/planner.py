@@ -149,7 +149,7 @@ def make_plan(
         ways=tuple(ways),
         alternatives=(),
         waits=tuple(_waits(inventory, hardware, request, layout, now)),
-        warnings=tuple(_warnings(inventory, hardware, request, layout)),
+        warnings=tuple(_warnings(inventory, hardware, request, now)),
     )
     return replace(plan, alternatives=tuple(_alternatives(plan))) if alternatives else plan
 
@@ -237,17 +237,18 @@ def _unfused(layout: Layout) -> str:
     """Why modules run as they are."""
     if not layout.fused:
         return "there are none for this model, or not with these dense layers"
-    missing = layout.expert_bytes - int(layout.in_ram * layout.expert_bytes)
+    held = sum(item.bytes for item in layout.ram.items if item.name == "experts")
+    missing = layout.expert_bytes - held - layout.ram.free
     return f"fused layers need all experts in main memory, which lacks {gib(missing)} for them"
 
 
-def _warnings(inventory: Inventory, hardware: Hardware, request: Request, layout: Layout) -> Iterator[str]:
+def _warnings(inventory: Inventory, hardware: Hardware, request: Request, now: Today) -> Iterator[str]:
     yield from inventory.notes
-    if layout.on_disk > 0:
+    if now.ram_share < 1.0:
         where = "the disk" if hardware.disk is not None else "a disk whose speed the profile does not tell"
         yield (
-            f"{layout.on_disk:.0%} of the experts do not fit memory: a token that chooses one waits for "
-            f"{where}; a faster disk, more memory or a smaller --format helps"
+            f"{1 - now.ram_share:.0%} of the CPU's experts do not fit memory: a token that chooses one waits "
+            f"for {where}; a faster disk, more memory or a smaller --format helps"
         )
     if not inventory.sites:
         yield "the model has no routed experts: nothing but the dense layers is planned"

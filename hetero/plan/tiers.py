@@ -198,7 +198,13 @@ def lay_out(inventory: Inventory, hardware: Hardware, request: Request, dense: s
     if not vram:
         space += activations(inventory, PREFILL_CHUNK, 4) + reordered_bytes(inventory, dense)
     ram.add("workspace", space)
-    ram.require("the plan", "a smaller --ctx or --concurrency, or dense layers in bfloat16")
+    narrower = not vram and dense == "float32"
+    ram.require(
+        "the plan",
+        "a smaller --ctx or --concurrency, "
+        + ("dense layers in bfloat16 (--dense bfloat16), " if narrower else "")
+        + "or more memory",
+    )
     table = place_table(inventory, ram, disk, experts)
     in_ram, copies = _experts_in_ram(ram, disk, experts, on_gpu)
     return Layout(gpu, ram, disk, dense, experts, on_gpu, in_ram, copies, slots, table, fused, chunk)

@@ -142,6 +142,8 @@ def require_memory(options: Options, series: Series, inventory: Inventory) -> No
         # The interpreter and torch are there already.
         needed.add(item.name, CUDA_HOST * options.gpu if item.name == "process" else item.bytes)
     less = "fewer --layers or a smaller --format need less"
+    if options.dense == "float32":
+        less = "fewer --layers, a smaller --format or --dense bfloat16 need less"
     needed.require(options.model.name, f"that is what is left by {available.limit}; {less}")
 
 

@@ -445,6 +445,30 @@ def test_what_the_rules_lack_is_told() -> None:
     assert (alone.waits, alone.today.why_not) == ((), None)
 
 
+@pytest.mark.parametrize("ram", [40, 64])
+def test_with_the_memory_that_is_lacking_layers_are_fused(ram: int) -> None:
+    model, card = flagship(), load_hardware("rtx4090-7950x")
+    plan = make_plan("m", model, card, asked(ram=ram * GIB), alternatives=False)
+    told = next(wait for wait in plan.waits if "which lacks" in wait)
+    lacking = float(told.split("which lacks ")[1].split(" GiB")[0])
+    for off, fused in ((-0.1, None), (0.1, "qwen-gpu")):
+        more = asked(ram=int((ram + lacking + off) * GIB))
+        assert make_plan("m", model, card, more, alternatives=False).today.fused == fused
+
+
+def test_experts_on_disk_are_counted_as_the_run_has_them() -> None:
+    plan = make_plan("m", flagship(), machine(ram=32 * GIB), asked(), alternatives=False)
+    told = next(w for w in plan.warnings if "do not fit memory" in w)
+    assert told.startswith(f"{1 - plan.today.ram_share:.0%} of the CPU's experts ")
+
+
+def test_what_helps_too_little_memory_is_not_what_is_done_already() -> None:
+    for dense, helps in (("bfloat16", False), ("float32", True)):
+        with pytest.raises(MachineError) as failed:
+            make_plan("m", flagship(), machine(gpu=False, ram=2 * GIB), asked(dense=dense))
+        assert ("--dense bfloat16" in str(failed.value)) == helps
+
+
 def test_a_table_that_memory_has_no_room_for_is_on_disk() -> None:
     """With 64 GiB the experts alone fit; with 96 GiB layers are fused, since all experts do beside the rows
     of the table that memory keeps."""

@@ -186,6 +186,11 @@ def test_another_format_is_named_where_it_decides() -> None:
     done = call(FLAGSHIP, "--hardware", "rtx4090-7950x", "--format", "int4 g128")
     assert "much faster" not in done.output
     assert "layers fused by qwen-gpu" in " ".join(done.output.split())
+    done = call(FLAGSHIP, "--hardware", "rtx4090-7950x", "--vram", "8GiB")
+    assert done.exit_code == 3
+    told = " ".join(done.output.split())
+    assert "it fits by --format 'int4 g128': " in told
+    assert "much faster" not in told
 
 
 def test_the_first_line_is_the_verdict() -> None:
