@@ -89,12 +89,16 @@ class Stepper(Copies):
         # A few recurrent families name their cache differently.
         self._cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
         self._fixed: dict[str, Any] = {"use_cache": True, "return_dict": True}
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         if "output_router_logits" in accepted:
             self._fixed["output_router_logits"] = False
         # Ids go to where the embedding is, which need not be where the first parameter is.
         embedding = model.get_input_embeddings()  # type: ignore[operator]
         self._device = embedding.weight.device
+        if self._last_only and self._device.type == "cpu":
+            # By index, since that copies: with the strides of a slice of the prompt, torch's bfloat16 product
+            # with the head takes seconds instead of milliseconds.
+            self._last_only = {"logits_to_keep": torch.tensor([-1])}
         self.graphs: PlainGraphs | None = None
         if self._device.type == "cuda" and self._cache_name == "past_key_values" and settings().graphs:
             from hetero.engine.gpu.plain import PlainGraphs  # needs the extension, which others do without

@@ -87,6 +87,22 @@ def test_types_that_cannot_be_batched_take_turns(
     assert max(ends) - min(ends) < 6, "they ran one after the other"
 
 
+def test_the_head_gets_rows_that_lie_together(run: Runnable) -> None:
+    strides = []
+    head = run.model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(
+        lambda _, given: strides.append((given[0].shape, given[0].stride()))
+    )
+    try:
+        solo(run, Request(prompt(0), max_tokens=2))
+    finally:
+        hook.remove()
+    assert strides
+    for shape, stride in strides:
+        assert shape[:2] == (1, 1)
+        assert stride == (shape[2], shape[2], 1)
+
+
 def test_clients_take_turns(run: Runnable) -> None:
     engine = Scheduler(run, slots=1)
     order: list[str] = []
