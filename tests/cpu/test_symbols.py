@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_symbols.py"
+from tests.scripts import script as load
 
 
 @pytest.fixture(scope="module")
-def checker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_symbols", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def checker() -> Any:
+    return load("scripts/check_symbols.py")
 
 
 def test_units_are_clean(checker: ModuleType) -> None:

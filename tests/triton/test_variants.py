@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.scripts import script as load
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -21,14 +22,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "step_variants.py"
-    spec = importlib.util.spec_from_file_location("step_variants", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["step_variants"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load("benchmarks/step_variants.py")
 
 
 def test_every_variant_has_its_lines(

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.scripts import script as load
 
 SLOTS, LAYERS, STEPS = 130, 2, 200
 
 
 @pytest.fixture(scope="module")
 def policy() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "cache_policy.py"
-    spec = importlib.util.spec_from_file_location("cache_policy", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["cache_policy"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load("benchmarks/cache_policy.py")
 
 
 def test_tables_reuse_as_they_say(policy: Any) -> None:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.scripts import script as load
 
 SIZE = {"layers": 6, "steps": 90}
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "step_model.py"
-    spec = importlib.util.spec_from_file_location("step_model", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["step_model"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load("benchmarks/step_model.py")
 
 
 def test_measured_runs_are_reproduced(model: Any) -> None:
