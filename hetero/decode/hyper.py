@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from hetero.decode.build import Build
 from hetero.decode.inputs import Chunk, StepInputs
-from hetero.decode.layer import Block
+from hetero.decode.layer import Parts
 from hetero.decode.marks import pieces, prefilled
 from hetero.decode.matrix import Part, Projection, decoded
-from hetero.decode.mixer import Mixer
 from hetero.decode.ple import Ngrams
 from hetero.decode.stream import Sum
 from hetero.formats import Format
@@ -109,11 +108,9 @@ class Connection:
 
 
 @dataclass(slots=True)
-class HyperLayer:
+class HyperLayer(Parts):
     """N-gram embeddings where a layer has them, then mixer and block, each on a mix of the streams."""
 
-    mixer: Mixer
-    block: Block
     around_mixer: Connection
     around_block: Connection
     ngrams: Ngrams | None
@@ -159,16 +156,5 @@ class HyperLayer:
             for mark in marks:
                 mark.save(ngrams.states(chunk.slot))
 
-    def clear(self, slot: int) -> None:
-        self.mixer.clear(slot)
-
     def states(self, slot: int) -> list[Tensor]:
         return [*([] if self.ngrams is None else self.ngrams.states(slot)), *self.mixer.states(slot)]
-
-    @property
-    def paged(self) -> list[Tensor]:
-        return self.mixer.paged
-
-    @property
-    def grain(self) -> int:
-        return self.mixer.grain

@@ -89,11 +89,28 @@ class PlainStream(NamedTuple):
 
 
 @dataclass(slots=True)
-class PlainLayer:
-    """Pre-norm residual layers: x + mixer(norm(x)), then x + block(norm(x))."""
+class Parts:
+    """The two parts of a layer; what lies in pages is the mixer's."""
 
     mixer: Mixer
     block: Block
+
+    def clear(self, slot: int) -> None:
+        self.mixer.clear(slot)
+
+    @property
+    def paged(self) -> list[Tensor]:
+        return self.mixer.paged
+
+    @property
+    def grain(self) -> int:
+        return self.mixer.grain
+
+
+@dataclass(slots=True)
+class PlainLayer(Parts):
+    """Pre-norm residual layers: x + mixer(norm(x)), then x + block(norm(x))."""
+
     mixer_norm: Norm
     block_norm: Norm
 
@@ -121,16 +138,5 @@ class PlainLayer:
         end = self.block.begin_parts(x.x)
         return lambda: PlainStream(x.residual, end())
 
-    def clear(self, slot: int) -> None:
-        self.mixer.clear(slot)
-
     def states(self, slot: int) -> list[Tensor]:
         return self.mixer.states(slot)
-
-    @property
-    def paged(self) -> list[Tensor]:
-        return self.mixer.paged
-
-    @property
-    def grain(self) -> int:
-        return self.mixer.grain

@@ -10,7 +10,7 @@ from hetero.hw.memory import parse_bytes
 from hetero.rules.devices import check_device
 from hetero.rules.mistakes import Mistakes
 from hetero.rules.schema import TABLE_KEYS, Replace, check_keys
-from hetero.rules.source import Value, did_you_mean, listed
+from hetero.rules.source import Value
 
 TABLE_TIERS = ("auto", "ram", "disk")
 """Words of ``table: tier``; the first is the default."""
@@ -52,13 +52,7 @@ def refuse_table(replace: Replace) -> None:
 
 
 def _tier(value: Value | None) -> str:
-    if value is None:
-        return TABLE_TIERS[0]
-    if value.data not in TABLE_TIERS:
-        shown = value.text or value.kind
-        hint = did_you_mean(shown, TABLE_TIERS) or f"; it is one of {listed(TABLE_TIERS)}"
-        value.where.fail(f"table: unknown tier '{shown}'{hint}")
-    return str(value.data)
+    return TABLE_TIERS[0] if value is None else value.one_of("table", "tier", TABLE_TIERS)
 
 
 def _ram(value: Value | None, tier: str) -> int:

@@ -262,13 +262,7 @@ def _numa(value: Value | None) -> str:
 
 def _word(value: Value | None, key: str, words: Sequence[str]) -> str:
     """One of a list of words; the first is the default."""
-    if value is None:
-        return words[0]
-    if value.data not in words:
-        shown = value.text or value.kind
-        hint = did_you_mean(shown, words) or f"; it is one of {listed(words)}"
-        value.where.fail(f"experts: unknown {key} '{shown}'{hint}")
-    return str(value.data)
+    return words[0] if value is None else value.one_of("experts", key, words)
 
 
 def _tier(value: Value | None, backend: Value | None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -68,6 +68,14 @@ class Value:
         if not isinstance(self.data, list):
             self.where.fail(f"{what} must be a list, not {self.kind}")
         return self.data
+
+    def one_of(self, what: str, key: str, words: Sequence[str]) -> str:
+        """One of ``words``, of ``key`` in ``what``."""
+        if self.data not in words:
+            shown = self.text or self.kind
+            hint = did_you_mean(shown, words) or f"; it is one of {listed(words)}"
+            self.where.fail(f"{what}: unknown {key} '{shown}'{hint}")
+        return str(self.data)
 
     def string(self, what: str) -> str:
         if not isinstance(self.data, str):

@@ -133,17 +133,13 @@ class Steps:
             self._pool = None
         try:
             self._capture([size])
-        except CaptureError as error:
-            if not turns:
-                self._give_up(error)
-                return False
-            log.warning("halves of steps of %d rows do not take turns: %s", size, error)
-            return self.capture_turns(size, False)
-        except MachineError as error:
-            if not turns:
+        except (CaptureError, MachineError) as error:
+            if turns:
+                log.warning("halves of steps of %d rows do not take turns: %s", size, error)
+                return self.capture_turns(size, False)
+            if isinstance(error, MachineError):
                 raise
-            log.warning("halves of steps of %d rows do not take turns: %s", size, error)
-            return self.capture_turns(size, False)
+            self._give_up(error)
         return turns
 
     def _capture(self, rows: Sequence[int]) -> None:
