@@ -21,6 +21,7 @@ from hetero.ops.embedding import HostEmbedding
 from hetero.ops.gpu import ple_kernels
 from hetero.ops.gpu.fused import Normed, plain_rows
 from hetero.ops.gpu.mix import added_parts
+from hetero.ops.gpu.overlap import in_turn
 
 # Rows of a prefill at once: some ten float32 tensors as wide as all streams exist at a time.
 _ROWS = 512
@@ -127,11 +128,12 @@ class Ngrams:
         """Add the last block's output and then the embeddings to streams [R, count * H] in place."""
         assert inputs.ple is not None
         x = inputs.ple[:, self._columns]
-        rows = Normed(plain_rows(self._in.format, x), x, x)
-        if len(self._in.matrices) == 1:
-            projected = self._in.whole(rows.rows, self._dtype)
-        else:
-            projected = torch.cat(self._in.few(rows, self._dtype), 1)
+        with in_turn():  # behind the copy that brought x
+            rows = Normed(plain_rows(self._in.format, x), x, x)
+            if len(self._in.matrices) == 1:
+                projected = self._in.whole(rows.rows, self._dtype)
+            else:
+                projected = torch.cat(self._in.few(rows, self._dtype), 1)
         main, shared, gate = (None, None, None) if added is None else added
         ple_kernels.add_ngrams[(self._count, len(streams))](
             projected, projected.stride(0), streams, *added_parts(main, shared, gate, streams),

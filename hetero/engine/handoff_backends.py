@@ -29,7 +29,7 @@ LINE = 128
 """Bytes at whose multiples channel memory begins."""
 
 GPU_LIMIT_S = 10.0
-"""After so long a waiting kernel of ``spin`` gives up; the watchdog of the CPU side is much earlier."""
+"""After so long a waiting kernel gives up; for layers the watchdog is much earlier."""
 
 _BLOCK = 256
 _MOST_BLOCKS = 512
@@ -137,10 +137,11 @@ class _Mapped:
         }
 
 
-class _GpuBackend(ABC):
+class GpuBackend(ABC):
     """What the three have in common: memory, copies by one kernel, the current stream of a device."""
 
     name = ""
+    limit_s = GPU_LIMIT_S
 
     def __init__(self, device: torch.device, why: str) -> None:
         self.why = why
@@ -152,10 +153,14 @@ class _GpuBackend(ABC):
             module = self._driver.load_module(PTX)
             self._send = self._driver.function(module, "hetero_send")
             self._collect = self._driver.function(module, "hetero_collect")
+            self._bases: list[tuple[int, int, int]] = []  # host address, bytes, device address
             # Kernels are loaded at their first launch, which a capture would not survive.
             self._launch_send([], 0)
+            words = self.memory(2 * LINE)
+            words[0] = 1  # a flag that is set
+            self.collect_in_time(words.data_ptr(), words.data_ptr() + LINE, 0)
             torch.cuda.synchronize()
-        self._bases: list[tuple[int, int, int]] = []  # host address, bytes, device address
+            self._bases.clear()
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self.index).cuda_stream)
@@ -202,11 +207,22 @@ class _GpuBackend(ABC):
     @abstractmethod
     def collect(self, flag: int, fault: int, layer: int) -> None: ...
 
+    def collect_in_time(self, flag: int, fault: int, layer: int) -> None:
+        """``collect`` by a kernel of one thread that looks at the clock: after ``limit_s`` it sets ``fault``
+        to ``layer`` + 1, leaves the flag, and the stream goes on, whatever the process's threads wait for."""
+        arguments = [
+            c_uint64(self._on_device(flag)),
+            c_uint64(self._on_device(fault)),
+            c_uint32(layer + 1),
+            c_uint64(int(self.limit_s * 1e9)),
+        ]
+        self._driver.launch(self._collect, 1, 1, self._stream(), arguments)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)
 
 
-class MemopBackend(_GpuBackend):
+class MemopBackend(GpuBackend):
     """Waits and writes of the stream itself."""
 
     name = "memop"
@@ -225,26 +241,19 @@ class MemopBackend(_GpuBackend):
         self._driver.write_value(self._stream(), address, 0)
 
 
-class SpinBackend(_GpuBackend):
+class SpinBackend(GpuBackend):
     """Kernels of one thread that write a flag, and that wait for one up to a time."""
 
     name = "spin"
-    limit_s = GPU_LIMIT_S
 
     def submit(self, flag: int) -> None:
         self._launch_send([], self._on_device(flag))
 
     def collect(self, flag: int, fault: int, layer: int) -> None:
-        arguments = [
-            c_uint64(self._on_device(flag)),
-            c_uint64(self._on_device(fault)),
-            c_uint32(layer + 1),
-            c_uint64(int(self.limit_s * 1e9)),
-        ]
-        self._driver.launch(self._collect, 1, 1, self._stream(), arguments)
+        self.collect_in_time(flag, fault, layer)
 
 
-class HostFuncBackend(_GpuBackend):
+class HostFuncBackend(GpuBackend):
     """C functions that the driver calls between the stream's operations."""
 
     name = "hostfunc"
@@ -257,7 +266,7 @@ class HostFuncBackend(_GpuBackend):
         self._driver.launch_host(self._stream(), cpu.HOST_COLLECT, flag)
 
 
-_GPU: dict[str, type[_GpuBackend]] = {one.name: one for one in (MemopBackend, SpinBackend, HostFuncBackend)}
+_GPU: dict[str, type[GpuBackend]] = {one.name: one for one in (MemopBackend, SpinBackend, HostFuncBackend)}
 
 
 class Work(Protocol):
@@ -294,10 +303,10 @@ def make_backend(
     return backend
 
 
-def _fastest(device: torch.device, work: Callable[[Backend], Work] | None) -> _GpuBackend:
+def _fastest(device: torch.device, work: Callable[[Backend], Work] | None) -> GpuBackend:
     """Of memop and spin, as measured here; hostfunc only where neither works."""
     refused: list[str] = []
-    trials: list[tuple[_GpuBackend, Work]] = []
+    trials: list[tuple[GpuBackend, Work]] = []
     try:
         for name in GPU_BACKENDS:
             if name == "hostfunc" and trials:
@@ -325,7 +334,7 @@ def _fastest(device: torch.device, work: Callable[[Backend], Work] | None) -> _G
     return best
 
 
-def _tried(name: str, device: torch.device, why: str) -> _GpuBackend:
+def _tried(name: str, device: torch.device, why: str) -> GpuBackend:
     """A backend that has captured and replayed its operations once. Raises MachineError where they fail."""
     try:
         backend = _GPU[name](device, why)
@@ -335,7 +344,7 @@ def _tried(name: str, device: torch.device, why: str) -> _GpuBackend:
     return backend
 
 
-def _trial(backend: _GpuBackend) -> None:
+def _trial(backend: GpuBackend) -> None:
     """A captured graph, replayed twice, that sets one flag, and waits for another and clears it."""
     memory = backend.memory(3 * LINE)
     flags = memory.view(torch.int32)[:: LINE // 4]
@@ -362,7 +371,7 @@ def _trial(backend: _GpuBackend) -> None:
 class _NoWork:
     """A captured graph of _LAYERS layers, with a thread that answers at once in the worker's place."""
 
-    def __init__(self, backend: _GpuBackend) -> None:
+    def __init__(self, backend: GpuBackend) -> None:
         self._backend = backend
         self._memory = memory = backend.memory((2 * _LAYERS + 1) * LINE)
         submit = [memory.data_ptr() + LINE * i for i in range(_LAYERS)]

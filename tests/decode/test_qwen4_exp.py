@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from hetero.decode import hyper, indexer, ple
+from hetero.ops.gpu import fused, overlap
 from tests.decode.tiny import DEVICE, decoder_of, error, prefill, reference, step, tiny, tokens_of
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -60,3 +64,23 @@ def test_prefills_and_greedy_steps(generator: torch.Generator, monkeypatch: pyte
     monkeypatch.setattr(indexer, "_QUERIES", 3)
     monkeypatch.setattr(ple, "_ROWS", 7)
     assert error(prefill(decoder, second, 1), wanted[1][-1]) < LIMIT
+
+
+def test_what_follows_the_copy_of_embeddings_waits_for_it(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = SIZES | {"num_hidden_layers": 1, "layer_types": ["linear_attention"], "ple_layer_ids": [1]}
+    decoder = decoder_of(tiny("qwen4_exp_text", generator, **sizes), slots=1, context=16)
+    told: list[bool | None] = []
+
+    def launched(device: Any) -> dict[str, Any]:
+        told.append(overlap.ENABLED)
+        return overlap.overlap(device)
+
+    monkeypatch.setattr(fused, "overlap", launched)
+    decoder.step(replace(decoder.inputs(1), await_ple=lambda: told.append(None)))
+    assert told.count(None) == 1
+    after = told.index(None) + 1
+    assert told[after] is False
+    assert all(told[after + 1 :])
+    assert overlap.ENABLED

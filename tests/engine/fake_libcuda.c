@@ -5,6 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 #define SHIFT (1ull << 50)  // beyond every address of a process
 enum { FAILURE = 999 };
@@ -83,12 +84,26 @@ int cuStreamWriteValue32_v2(void* stream, u64 address, uint32_t value, unsigned 
   return stream && flags == 0 ? write_value(address, value) : FAILURE;
 }
 
+static u64 now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return 1000000000ull * (u64)t.tv_sec + (u64)t.tv_nsec;
+}
+static int collect(u64 done, u64 fault, uint32_t number, u64 limit) {
+  const u64 start = now();
+  while (__atomic_load_n(word(done), __ATOMIC_ACQUIRE) != 1) {
+    if (now() - start > limit) return write_value(fault, number);
+    sched_yield();
+  }
+  return write_value(done, 0);
+}
+
 int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                    unsigned bz, unsigned shared, void* stream, void** at, void** extra) {
   if (!stream || extra || shared || gy * gz * by * bz != 1 || gx < 1 || gx > 512) return FAILURE;
   if (function == (void*)2) {
     if (gx * bx != 1 || *(uint32_t*)at[2] == 0 || *(u64*)at[3] < 1000000) return FAILURE;
-    return wait_value(*(u64*)at[0], 1) || write_value(*(u64*)at[0], 0);
+    return collect(*(u64*)at[0], *(u64*)at[1], *(uint32_t*)at[2], *(u64*)at[3]);
   }
   const u64 flag = *(u64*)at[9];
   if (bx != 256 || (flag && gx != 1)) return FAILURE;

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from hetero.core import MachineError
 from hetero.engine import handoff as handoffs
+from hetero.engine.gpu.gate import FlagGate
 from hetero.engine.handoff import Handoff
 from hetero.engine.handoff_backends import (
+    GpuBackend,
     HostFuncBackend,
     MemopBackend,
     SpinBackend,
     ThreadBackend,
-    _GpuBackend,
 )
 from hetero.engine.handoff_ptx import PTX
 from hetero.hw.cuda_driver import Driver
@@ -84,7 +85,7 @@ def test_first_version_of_memory_operations(make_driver: Make) -> None:
     assert value.value == 3
 
 
-def over_fake(kind: type[_GpuBackend], driver: Driver, fake: ctypes.CDLL) -> _GpuBackend:
+def over_fake(kind: type[GpuBackend], driver: Driver, fake: ctypes.CDLL) -> GpuBackend:
     """A backend whose device is this process: what it takes from torch.cuda is put in its place."""
 
     class Faked(kind):  # type: ignore[misc, valid-type]
@@ -119,7 +120,7 @@ def over_fake(kind: type[_GpuBackend], driver: Driver, fake: ctypes.CDLL) -> _Gp
 
 @pytest.mark.parametrize("kind", [MemopBackend, SpinBackend, HostFuncBackend])
 def test_steps(
-    kind: type[_GpuBackend],
+    kind: type[GpuBackend],
     make_driver: Make,
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
@@ -150,3 +151,24 @@ def test_steps(
     with pytest.raises(ValueError, match="whole 32-bit words"):
         backend.receive(torch.zeros(3, dtype=torch.uint8), handoff._base)
     handoff.close()
+
+
+@pytest.mark.parametrize("kind", [MemopBackend, SpinBackend, HostFuncBackend])
+def test_a_gate_that_nobody_opens(kind: type[GpuBackend], make_driver: Make) -> None:
+    """Whatever the backend, the stream goes on after a time, and says so once."""
+    driver, fake = make_driver()
+    backend: Any = over_fake(kind, driver, fake)
+    backend.limit_s = 0.02
+    gate = FlagGate(backend, 2)
+    gate.open(1)
+    gate.record(1)  # the stream is this thread, and comes through
+    assert not gate.failed(1)
+    for _ in range(2):
+        gate.record(0)
+        gate.open(0)  # too late
+        assert gate.failed(0)
+        assert not gate.failed(0)
+    assert not gate.failed(1)
+    gate.open(0)
+    gate.record(0)
+    assert not gate.failed(0)

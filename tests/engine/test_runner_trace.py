@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from hetero.core import HeteroError, MachineError
 from hetero.decode.inputs import StepInputs
+from hetero.engine.gpu.graphs import CaptureError
 from hetero.engine.gpu.runner import GpuRunner
 from hetero.ops.gpu.stamps import at_layer, lap
 from hetero.trace import HEAD, MIXER, STAMPED, recorder, whole_steps
-from tests.engine.paged import PagedDecoder
+from tests.engine.paged import PagedDecoder, greedy
+from tests.engine.twins import TwinMeans
 
 
 class Telling(PagedDecoder):
@@ -63,6 +67,32 @@ def test_without_stamps_a_step_is_dense_work() -> None:
     steps = played(stamps=False)
     assert [step.span.tokens for step in steps] == [4, 4, 2, 1, 1]
     assert all(step.span.name == "cpu" and [part.name for part in step.parts] == ["dense"] for step in steps)
+
+
+@pytest.mark.parametrize("error", [MachineError("no memory"), CaptureError("lap in layer.py:9: no")])
+def test_a_trace_for_which_no_graph_can_be_made(
+    error: HeteroError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps go on by the graphs that there are."""
+    means = TwinMeans()
+    runner = runner_of(rows=(1, 2), means=means)
+    runner.capture()
+
+    def fails(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(means, "graph", fails)
+    slot, made = runner.claim(), [3]
+    runner.prefill(slot, [1, 2])
+    before = means.replays
+    with recorder.recording(stamps=True):
+        for _ in range(3):
+            made += runner.step([(slot, made[-1])]).ids
+    assert made[1:] == greedy([1, 2, 3], 3)
+    assert means.replays == before + 3
+    assert [message for message in caplog.messages if "trace" in message] == [
+        f"the trace has no times of the GPU: {error}"
+    ]
 
 
 def test_tokens_do_not_depend_on_the_trace() -> None:

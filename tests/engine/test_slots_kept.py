@@ -349,6 +349,24 @@ def test_without_memory_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runner_of().keeping.told() is None
 
 
+def test_memory_that_is_taken_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(recurrent=True)
+    monkeypatch.setattr(
+        "hetero.engine.gpu.snapshots._memory",
+        lambda nbytes, device: torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device),
+    )
+    runner.keeping.most = 5
+    for count in (3, 2, 8):  # no more than there may be
+        runner.keeping.prepare(count)
+    monkeypatch.setattr("hetero.engine.gpu.snapshots._memory", None)  # nothing more is taken
+    engine = Scheduler(runnable_of(runner), slots=runner.slots)
+    prompt = words(100)
+    assert [played(engine, prompt).usage.cached_tokens > 0 for _ in range(2)] == [False, True]
+    engine.close()
+    assert_nothing_held(runner)
+    runner_of().keeping.prepare(3)  # where there are no states, nothing
+
+
 def test_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     runner = runner_of(recurrent=True)
     engine = Scheduler(runnable_of(runner), slots=runner.slots)

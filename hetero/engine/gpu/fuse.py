@@ -37,6 +37,9 @@ from hetero.stats import Counts
 
 T = TypeVar("T", int, float | None)
 
+_STATES = 4
+"""States of sequences a slot, whose memory is taken at the start where there are several slots."""
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -130,6 +133,8 @@ class Fusing:
         for one in hybrid:
             one.cache.unlearn()  # what the capture has read
         self._seed(hybrid, counts)
+        if vram is not None and options.slots > 1:
+            runner.keeping.prepare(_STATES * options.slots)
         told = runner.keeping.told()
         if told is not None and (options.slots > 1 or not runner.keeping.able):
             self.say(told)

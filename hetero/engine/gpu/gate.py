@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hetero.engine.handoff_backends import LINE, Backend
+from hetero.engine.handoff_backends import LINE, GpuBackend
 
 
 class Gate(Protocol):
@@ -23,9 +23,11 @@ class Gate(Protocol):
 
 
 class FlagGate:
-    """By the flags of a hand-off's backend, the host in the worker's place."""
+    """By flags in a backend's memory, the host in the worker's place, and whatever the backend's name by its
+    kernel with a clock: the thread that opens a gate may be kept from it by the driver, which for another
+    thread of the process waits until the device is idle, and no watchdog frees it."""
 
-    def __init__(self, backend: Backend, lanes: int) -> None:
+    def __init__(self, backend: GpuBackend, lanes: int) -> None:
         self._backend, self._lanes = backend, lanes
         self._memory = backend.memory(2 * lanes * LINE)
         self._base = self._memory.data_ptr()
@@ -34,7 +36,7 @@ class FlagGate:
 
     def record(self, lane: int) -> None:
         fault = self._base + (self._lanes + lane) * LINE
-        self._backend.collect(self._base + lane * LINE, fault, 0)
+        self._backend.collect_in_time(self._base + lane * LINE, fault, 0)
 
     def open(self, lane: int) -> None:
         self._words[lane] = 1

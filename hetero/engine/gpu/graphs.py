@@ -15,6 +15,7 @@ from torch import Tensor
 from hetero.core import HeteroError, InputError, MachineError
 from hetero.engine.gpu.gate import FlagGate, Gate
 from hetero.engine.handoff import Handoff
+from hetero.engine.handoff_backends import GpuBackend
 from hetero.hw.cuda_driver import driver
 
 WAITS = ("block", "spin", "nap")
@@ -177,7 +178,10 @@ class CudaMeans:
         return torch.cuda.graph_pool_handle()
 
     def gate(self, handoff: Handoff | None, lanes: int) -> Gate | None:
-        return None if handoff is None else FlagGate(handoff.backend, lanes)
+        if handoff is None:
+            return None
+        assert isinstance(handoff.backend, GpuBackend)
+        return FlagGate(handoff.backend, lanes)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -122,6 +122,12 @@ class Keeping:
             f"{gib(self.state_bytes)} each"
         )
 
+    def prepare(self, count: int) -> None:
+        """Take the memory of so many states, or of as many as there may be, before the first is kept: to pin
+        it takes milliseconds each, and the device may have to be idle."""
+        while self._made < count and (state := self._new()) is not None:
+            self._spare.append(state)
+
     # -- keeping
 
     def mark(self, slot: int, at: int, spare: bool) -> Marked | None:
@@ -173,6 +179,9 @@ class Keeping:
             pass
         if self._spare:
             return self._spare.pop()
+        return self._new()
+
+    def _new(self) -> Tensor | None:
         if self._made >= self.most:
             return None
         try:

@@ -37,30 +37,31 @@ class Tracing:
         """Of steps of a number of rows, or of a ``CHUNK``; None where none is asked for."""
         if not recorder.stamping or self._refused:
             return None
-        if self._stamps is None:
-            try:
+        try:
+            if self._stamps is None:
                 self._stamps = Stamps(self._device)
-            except MachineError as error:
-                self._give_up(error)
-                return None
-        if size not in self._tapes:
-            self._tapes[size] = self._stamps.tape()
+            if size not in self._tapes:
+                self._tapes[size] = self._stamps.tape()
+        except (MachineError, torch.OutOfMemoryError) as error:
+            self._give_up(error)
+            return None
         return self._tapes[size]
 
     def graph(self, size: int, tape: Tape, capture: Callable[[], Graph]) -> Graph | None:
-        """The graph that stamps into ``tape``; None where it cannot be captured."""
+        """The graph that stamps into ``tape``; None where it cannot be captured, or has no memory: what is
+        left beside the experts was measured without it."""
         if size not in self._graphs:
             try:
                 with tape.recording():
                     self._graphs[size] = capture()
-            except CaptureError as error:
+            except (CaptureError, MachineError) as error:
                 self._give_up(error)
                 return None
         return self._graphs[size]
 
     def _give_up(self, error: Exception) -> None:
         self._refused = True
-        log.warning("the trace has no times of the GPU: %s", error)
+        log.warning("the trace has no times of the GPU: %s", str(error).strip().partition("\n")[0])
 
     @contextmanager
     def step(self, tape: Tape | None, tokens: int) -> Iterator[None]:

@@ -7,6 +7,8 @@ every program, so that what holds for that one holds for all before it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -25,3 +27,15 @@ def overlap(device: torch.device) -> dict[str, Any]:
     """Arguments of a launch of a kernel that has ``PDL``."""
     on = ENABLED and _able(device)
     return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """What is launched within waits as any kernel does: for work that stands right behind a copy, which is no
+    kernel that could let another one begin."""
+    global ENABLED  # noqa: PLW0603
+    before, ENABLED = ENABLED, False
+    try:
+        yield
+    finally:
+        ENABLED = before
