@@ -5,7 +5,7 @@
 #
 #   STEPS="build tests kernels variants handoff small decode batch desktop prefill reality"   what to do; default: build small decode
 #   MODEL, SMALL   what is measured; VRAM, RAM, THREADS, CPU_CAP   of the machine
-#   TESTS          arguments of pytest besides -m "gpu or amx"
+#   TESTS          more arguments of pytest, for scripts/gpu_tests.sh
 #   DECODE, BATCH, PREFILL, DESKTOP, SMALL_OPTIONS   options of hetero bench, see below
 #   LIMIT_<STEP>   seconds, e.g. LIMIT_decode=300
 set -uo pipefail
@@ -60,7 +60,7 @@ read -ra prefill_options <<<"${PREFILL:---runs 3 --tokens 8 --context 64 --prefi
 read -ra desktop_options <<<"${DESKTOP:---routing local,uniform --cpu-gbps-cap ${CPU_CAP:-65} --share 0 --predict rtx4090-7950x}"
 
 step build 240 4 python3 -m pip install -q --no-index --no-build-isolation --no-deps -e .
-step tests 300 8 python3 -m pytest -q -m "gpu or amx" -p no:cacheprovider "${tests_options[@]}"
+step tests 520 40 scripts/gpu_tests.sh "$out/tests" "${tests_options[@]}"
 [ -f benchmarks/gpu_kernels.py ] && step kernels 120 40 python3 benchmarks/gpu_kernels.py
 step variants 150 60 python3 benchmarks/step_variants.py --threads "$threads" --json "$out/variants.json"
 step handoff 90 20 python3 benchmarks/handoff.py --shape qwen3.8-flash-next-125b --layers 8 --json "$out/handoff.json"

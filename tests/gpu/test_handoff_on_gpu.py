@@ -119,7 +119,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_replays(backend: str, lanes: int, in_place: bool, experts: list[CpuExperts]) -> None:
     captured = Captured(backend, experts, lanes=lanes, in_place=in_place)
-    for step in range(300):
+    for step in range(100):
         rows = step % ROWS + 1
         captured.fresh()
         captured.replay(rows)

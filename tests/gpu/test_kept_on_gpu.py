@@ -10,12 +10,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from hetero.engine.gpu.loading import GpuOptions
 from hetero.engine.gpu.stepper import SlotStepper
 from hetero.engine.request import Request, Result
 from hetero.engine.sample import SamplingParams
 from hetero.engine.scheduler import Scheduler
-from tests.gpu.test_runner_on_gpu import CONTEXT, FAMILIES, errors, fused, random_tokens, runner_of, told
+from tests.gpu.test_runner_on_gpu import FAMILIES, errors, fused, options_of, random_tokens, runner_of, told
 from tests.model.parity import save_tiny
 
 pytestmark = [
@@ -32,7 +31,7 @@ def test_beginnings(family: str, tmp_path: Path) -> None:
     """States told within a prompt, while graphs and other prompts run on; turns of a talk; scores."""
     save_tiny(family, tmp_path)
     common, rest, other = random_tokens(AT), random_tokens(20, 5), random_tokens(10, 6)
-    with fused(tmp_path, GpuOptions(slots=4, context=CONTEXT), cache="50%") as loaded:
+    with fused(tmp_path, options_of(4), cache="50%") as loaded:
         runner = runner_of(loaded)
         assert not runner.eager, runner.why_eager
         want = told(runner, [*common, *rest], AT + 4)

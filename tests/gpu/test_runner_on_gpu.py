@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,27 @@ CONTEXT = 128
 POINT_WORK, THROW, STALL, DIE = 1, 0, 1, 2
 
 
+@lru_cache(1)
+def usual() -> str:
+    """The way between graph and CPU where a test does not care: which one is faster takes a while to find
+    out, and every load would."""
+    try:
+        return make_backend("memop", "cuda").name
+    except HeteroError:
+        return "auto"
+
+
+def options_of(slots: int = 1, **more: Any) -> GpuOptions:
+    """One slot, and so one number of rows, where a test does not need more: each has kernels of its own."""
+    return GpuOptions(**{"slots": slots, "context": CONTEXT, "handoff": usual(), **more})
+
+
 @contextmanager
 def fused(
     folder: Path, gpu: GpuOptions | None = None, rules: str | Path = "qwen-gpu", **sets: str
 ) -> Iterator[Loaded]:
     """The model under the shipped rules or others, closed afterwards."""
-    options = gpu or GpuOptions(slots=4, context=CONTEXT)
+    options = gpu or options_of()
     sets = {"experts": "int8", "cache": "0", "share": "0", **sets}
     loaded = load_model(folder, rules=rules, overrides=sets, threads=2, gpu=options)
     try:
@@ -138,7 +154,7 @@ def test_every_hand_off_gives_the_same_bits(tmp_path: Path) -> None:
             make_backend(backend, "cuda")
         except HeteroError:
             continue
-        options = GpuOptions(slots=1, context=CONTEXT, handoff=backend)
+        options = options_of(handoff=backend)
         with fused(tmp_path, options) as loaded:
             runner = runner_of(loaded)
             assert runner.handoff is not None
@@ -165,7 +181,7 @@ def test_wherever_experts_lie(family: str, tmp_path: Path) -> None:
                 got = told(runner_of(loaded), tokens, 5, routed(runner_of(loaded), chosen))
             # Sums in another order, as bfloat16 rounds them on the way.
             assert float(errors(got, want).max()) < 0.01, (cache, share)
-    with fused(tmp_path, GpuOptions(slots=1, context=CONTEXT, eager=True), cache="50%") as loaded:
+    with fused(tmp_path, options_of(eager=True), cache="50%") as loaded:
         assert runner_of(loaded).why_eager == "asked for"
         got = told(runner_of(loaded), tokens, 5, routed(runner_of(loaded), chosen))
         assert float(errors(got, want).max()) < 0.01
@@ -201,7 +217,7 @@ def test_batches(family: str, tmp_path: Path) -> None:
     """Sequences in batches of every size, some rows idle, are what they are alone."""
     save_tiny(family, tmp_path)
     sequences = [random_tokens(20 + index, index) for index in range(16)]
-    with fused(tmp_path, GpuOptions(slots=16, context=CONTEXT), cache="50%") as loaded:
+    with fused(tmp_path, options_of(16), cache="50%") as loaded:
         runner = runner_of(loaded)
         assert set(runner.launches) == {1, 2, 4, 8, 16}
         want, chosen = [], []
@@ -232,7 +248,7 @@ def test_a_thousand_steps_with_migrations(tmp_path: Path) -> None:
     """Experts come and go between any two steps, by the cache's own moves and at random."""
     save_tiny("qwen3_moe", tmp_path, max_position_embeddings=2048, num_experts=32)
     tokens = random_tokens(1010)
-    options = GpuOptions(slots=1, context=1024)
+    options = options_of(context=1024)
     with fused(tmp_path, options) as loaded:
         routing = routed(runner_of(loaded))
         want = told(runner_of(loaded), tokens, 10, routing)
@@ -270,7 +286,7 @@ def _any(value: object) -> Any:
 def test_a_worker_that_fails(backend: str, kind: int, tmp_path: Path) -> None:
     """Its step has an error within two seconds, and the next request works."""
     save_tiny("qwen3_moe", tmp_path)
-    options = GpuOptions(slots=2, context=CONTEXT, handoff=backend)
+    options = options_of(2, handoff=backend)
     with fused(tmp_path, options) as loaded:
         runner = runner_of(loaded)
         tokens = random_tokens(20)
@@ -340,7 +356,7 @@ def test_steps_that_are_launched_ahead(family: str, backend: str, tmp_path: Path
         make_backend(backend, "cuda")
     except HeteroError as error:
         pytest.skip(f"{backend}: {error}")
-    options = GpuOptions(slots=4, context=CONTEXT, handoff=backend)
+    options = options_of(4, handoff=backend)
     with fused(tmp_path, options, experts="f32") as loaded:
         runner = runner_of(loaded)
         assert runner._steps.fits_ahead(4)
@@ -362,7 +378,7 @@ def go_on(runner: GpuRunner, slot: int, token: int, steps: int) -> None:
 
 def test_a_worker_that_fails_while_a_step_is_ahead(tmp_path: Path) -> None:
     save_tiny("qwen4_exp", tmp_path)
-    with fused(tmp_path, GpuOptions(slots=2, context=CONTEXT)) as loaded:
+    with fused(tmp_path, options_of(2)) as loaded:
         runner = runner_of(loaded)
         prompts = [random_tokens(5)]
         want = answered(runner, prompts, 10, ahead=False)
@@ -389,7 +405,7 @@ def test_halves_that_take_turns(family: str, lanes: str, tmp_path: Path) -> None
         "extends: qwen-gpu\nrules:\n  - name: layers in turns\n    match: {class: '*DecoderLayer'}\n"
         f"    replace: {{op: fused, device: 'cuda:0', kwargs: {{lanes: {lanes}}}}}\n"
     )
-    options = GpuOptions(slots=4, context=CONTEXT)
+    options = options_of(4)
     sequences = [random_tokens(16, index) for index in range(4)]
     with fused(tmp_path, options, cache="50%", share="0.5") as loaded:
         runner = runner_of(loaded)
@@ -425,7 +441,7 @@ def test_halves_that_take_turns(family: str, lanes: str, tmp_path: Path) -> None
 
 def test_requests_of_a_server(tmp_path: Path) -> None:
     save_tiny("qwen3_next", tmp_path)
-    with fused(tmp_path, cache="50%") as loaded:
+    with fused(tmp_path, options_of(4), cache="50%") as loaded:
         engine = Scheduler(loaded.runnable, slots=4)
         ends: dict[int, Any] = {}
         for index in range(9):
@@ -443,13 +459,13 @@ def test_memory_under_a_cap(tmp_path: Path) -> None:
     cap = 3 << 30
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info()[0]
-    with fused(tmp_path, GpuOptions(slots=1, context=CONTEXT, vram=cap), cache="auto") as loaded:
+    with fused(tmp_path, options_of(vram=cap), cache="auto") as loaded:
         told(runner_of(loaded), random_tokens(100), 50)
         assert before - torch.cuda.mem_get_info()[0] <= cap - CONTEXT_BYTES
         assert any("experts lie in GPU memory" in note for note in loaded.notes)
     with (
         pytest.raises(MachineError, match=r"--vram"),
-        fused(tmp_path, GpuOptions(slots=1, context=CONTEXT, vram=64 << 20)),
+        fused(tmp_path, options_of(vram=64 << 20)),
     ):
         pass
     with pytest.raises(MachineError, match=r"--vram"), fused(tmp_path, GpuOptions(vram=1 << 50)):

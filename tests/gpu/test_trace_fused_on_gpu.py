@@ -11,11 +11,10 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from hetero.engine.effect import forced
-from hetero.engine.gpu.loading import GpuOptions
 from hetero.overlap import choices, hand_offs, overlap
 from hetero.trace import EXPERTS, HEAD, HITS, MIXER, ROUTER, STAMPED, SUBMIT, WAIT, recorder, whole_steps
 from tests.engine.test_deferred_model import PROMPT, TOKENS, reference
-from tests.gpu.test_runner_on_gpu import CONTEXT, errors, fused, random_tokens, runner_of, told
+from tests.gpu.test_runner_on_gpu import errors, fused, options_of, random_tokens, runner_of, told
 from tests.model.parity import save_tiny
 
 pytestmark = [
@@ -73,7 +72,7 @@ def test_deferred_experts(tmp_path: Path) -> None:
     """In bfloat16 the error is less than half of what deferral itself does."""
     save_tiny("qwen3_moe", tmp_path, num_hidden_layers=2, mlp_only_layers=[])
     plain, wanted = reference(tmp_path, False), reference(tmp_path, True)
-    with fused(tmp_path, GpuOptions(slots=1, context=CONTEXT), experts="bf16", defer="2") as loaded:
+    with fused(tmp_path, experts="bf16", defer="2") as loaded:
         found = forced(runner_of(loaded), PROMPT, TOKENS)
     assert float((found - wanted).norm()) < 0.5 * float((found - plain).norm())
 
@@ -81,7 +80,7 @@ def test_deferred_experts(tmp_path: Path) -> None:
 def test_halves_take_turns(tmp_path: Path) -> None:
     save_tiny("qwen3_next", tmp_path)
     tokens = random_tokens(100)
-    with fused(tmp_path) as loaded:
+    with fused(tmp_path, options_of(2)) as loaded:
         runner: Any = runner_of(loaded)
         runner.experts[0].shared.prefiller.strategy = "cpu"
         slot = runner.claim()
