@@ -28,7 +28,9 @@ from hetero.store.reads import ALIGN, PIECE, DirectFile, aligned, settle, submit
 T = TypeVar("T")
 
 AHEAD = 32 << 20
-"""Bytes of a source that wait for their user at most, or one more piece of work."""
+"""Bytes of a source that are on their way or wait for their user, at most."""
+
+_SHARE = 20  # of a small source; what is on its way is no more of it than one part in so many
 
 THREADS = 6
 """That read and unpack ahead; requests to the disk are on threads of their own."""
@@ -43,11 +45,14 @@ _PAGES = 8  # of a file that are looked for in the page cache
 
 class _Lender:
     """Memory that returns by itself when the last tensor in it is gone, or ends there where another thread
-    takes some at this moment. Any thread may take and drop it."""
+    takes some at this moment. Any thread may take and drop it.
+
+    What is kept takes no memory beside what is lent: all together is what was lent at one time, at most.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: dict[int, list[mmap.mmap]] = {}
+        self._free: dict[int, list[mmap.mmap]] = {}  # sizes in the order of their first return
         self._held = 0  # bytes in _free
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -56,7 +61,10 @@ class _Lender:
         with self._lock:
             free = self._free.get(size)
             memory = free.pop() if free else None
-            self._held -= size if memory is not None else 0
+            if memory is not None:
+                self._held -= size
+            else:
+                self._drop(size)
         if memory is None:
             memory = mmap.mmap(-1, size)
             if size >= 2 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -77,10 +85,19 @@ class _Lender:
         finally:
             self._lock.release()
 
+    def _drop(self, nbytes: int) -> None:
+        """Give so much of what is kept to the system, or all. Under the lock."""
+        least = self._held - nbytes
+        for size, free in self._free.items():
+            while free and self._held > max(0, least):
+                free.pop()  # which ends it, where its last array has ended too
+                self._held -= size
+
     def clear(self) -> None:
+        """Give what is kept to the system."""
         with self._lock:
+            self._drop(self._held)
             self._free.clear()
-            self._held = 0
 
 
 class Files:
@@ -186,25 +203,28 @@ def _all(calls: list[Callable[[], T]]) -> list[T]:
     return [call() for call in calls]
 
 
-def run_ahead(jobs: Iterable[Job[T]]) -> Generator[T]:
-    """The results of ``jobs`` in their order, each begun some time before it is asked for.
+def share_of(nbytes: int) -> int:
+    """How much of a source of so many bytes may be on its way: little beside what becomes of it, and enough
+    for requests of several threads."""
+    return min(AHEAD, max(4 * _BATCH, nbytes // _SHARE))
+
+
+def run_ahead(jobs: Iterable[Job[T]], most: int) -> Generator[T]:
+    """The results of ``jobs`` in their order, each begun some time before it is asked for, with the one that
+    was given out last no more than ``most`` bytes, or two jobs.
 
     What a job raises is raised in its place, and no job runs any more when the iterator is closed.
     """
     pending = iter(jobs)
     flying: deque[tuple[int, Future[T]]] = deque()
-    ahead, more = 0, True
+    ahead, job = 0, next(pending, None)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="hetero-ahead") as threads:
         try:
             while True:
-                while more and (ahead < AHEAD or len(flying) < 2):
-                    job = next(pending, None)
-                    if job is None:
-                        more = False
-                        break
+                while job is not None and (ahead + job.nbytes <= most or len(flying) < 2):
                     flying.append((job.nbytes, threads.submit(job.call)))
                     ahead += job.nbytes
-                    del job
+                    job = next(pending, None)
                 if not flying:
                     return
                 nbytes, future = flying.popleft()

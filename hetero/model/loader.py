@@ -14,7 +14,7 @@ from torch import nn
 
 from hetero.core import HeteroError, InputError
 from hetero.formats import Format
-from hetero.model.ahead import Job, in_batches, run_ahead
+from hetero.model.ahead import Job, in_batches, run_ahead, share_of
 from hetero.model.build import float32_names, target_dtype
 from hetero.model.convert import (
     EXPERT_PARAMETERS,
@@ -168,7 +168,7 @@ class _Loading:
         with (
             torch.no_grad(),
             self.checkpoint,
-            closing(run_ahead(in_batches(self._jobs(whole, streamed)))) as made,
+            closing(run_ahead(in_batches(self._jobs(whole, streamed)), share_of(self.total))) as made,
         ):
             for deliveries in made:
                 while deliveries:

@@ -89,6 +89,26 @@ def test_garbage_may_be_collected_where_memory_is_taken() -> None:
     assert len(lender.take(100)) >= 100
 
 
+def test_kept_memory_takes_none_beside_what_was_lent(generator: torch.Generator) -> None:
+    """Whatever sizes follow each other: what is kept makes room for what is lent."""
+    lender, lent, most = ahead._Lender(), [], 0
+    for size in (torch.randint(1, 40, (400,), generator=generator) * ahead._STEP).tolist():
+        lent.append(lender.take(size))
+        most = max(most, sum(one.nbytes for one in lent))
+        if len(lent) == 5:
+            del lent[0], lent[1]
+        assert lender._held == sum(size * len(free) for size, free in lender._free.items())
+        assert lender._held + sum(one.nbytes for one in lent) <= most
+    lender.clear()
+    assert lender._held == 0
+
+
+def test_a_small_source_has_a_small_part_on_its_way() -> None:
+    assert ahead.share_of(300 << 20) == 15 << 20
+    assert ahead.share_of(100 << 30) == ahead.AHEAD
+    assert ahead.share_of(0) == 8 << 20  # requests of several threads
+
+
 def test_a_fault_of_the_disk_names_the_file(
     tmp_path: Path, generator: torch.Generator, cold: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,8 +142,7 @@ def test_tensors_of_any_place_in_a_file(tmp_path: Path, generator: torch.Generat
             assert torch.equal(source.read_slice(name, 2), value[2:3])
 
 
-def test_results_come_in_order_and_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "AHEAD", 30)
+def test_results_come_in_order_and_early() -> None:
     begun: list[int] = []
     second = threading.Event()
 
@@ -135,11 +154,12 @@ def test_results_come_in_order_and_early(monkeypatch: pytest.MonkeyPatch) -> Non
         return number
 
     found = []
-    for number in run_ahead(Job(10, lambda number=number: job(number)) for number in range(40)):
+    for number in run_ahead((Job(10, lambda number=number: job(number)) for number in range(40)), 35):
         found.append(number)
-        assert max(begun) <= number + 4  # no more than 30 bytes, and one job
+        assert max(begun) <= number + 2  # no more than 35 bytes, this one among them
     assert found == list(range(40))
-    assert list(run_ahead([])) == []
+    assert list(run_ahead([], 35)) == []
+    assert list(run_ahead([Job(100, lambda: 1), Job(100, lambda: 2)], 35)) == [1, 2]
 
 
 def test_a_failure_comes_in_its_place_and_ends_all() -> None:
@@ -151,7 +171,7 @@ def test_a_failure_comes_in_its_place_and_ends_all() -> None:
         done.append(number)
         return number
 
-    results = run_ahead(Job(ahead.AHEAD // 3, lambda number=number: job(number)) for number in range(100))
+    results = run_ahead((Job(10, lambda number=number: job(number)) for number in range(100)), 35)
     found: list[int] = []
     with pytest.raises(InputError, match="no"):
         found.extend(results)
@@ -163,7 +183,7 @@ def test_a_failure_comes_in_its_place_and_ends_all() -> None:
 
 
 def test_leaving_early_leaves_no_thread() -> None:
-    results = run_ahead(Job(1, lambda: 1) for _ in range(100))
+    results = run_ahead((Job(1, lambda: 1) for _ in range(100)), 35)
     assert next(results) == 1
     results.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hetero-ahead")]
