@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import traceback
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from hetero.engine.load import Loaded
 
 
+# The exit code of a command whose output nobody reads any more: as a shell tells of SIGPIPE.
+BROKEN_PIPE = 141
 # What the system says of a path that a user gave.
 _USERS_FILES = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 # What it says where the disk is at fault.
@@ -53,6 +56,13 @@ _DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 class _Group(TyperGroup):
     """The one place where errors become a message and an exit code."""
+
+    def make_context(self, *args: Any, **named: Any) -> Any:
+        try:
+            return super().make_context(*args, **named)
+        except BrokenPipeError:  # of --help and --version
+            _leave_quietly()
+            raise typer.Exit(BROKEN_PIPE) from None
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -64,9 +74,8 @@ class _Group(TyperGroup):
                 terminal.note(f"hetero: {line}")
             raise typer.Exit(error.exit_code) from None
         except BrokenPipeError:
-            # The reader has left, as `| head` does. Python would complain once more while it shuts down.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from None
+            _leave_quietly()
+            raise typer.Exit(BROKEN_PIPE) from None
         except OSError as error:
             if error.errno == errno.ENOSPC and error.filename is None:
                 terminal.note(f"hetero: the output cannot be written: {error.strerror}")
@@ -84,6 +93,16 @@ class _Group(TyperGroup):
             if isinstance(error, (typer.Exit, typer.Abort)) or hasattr(error, "exit_code"):
                 raise
             raise _defect(error) from None
+
+
+def _leave_quietly() -> None:
+    """The reader has left, as ``| head`` does. Python would complain once more while it shuts down."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())
 
 
 def _defect(error: Exception) -> typer.Exit:
@@ -104,6 +123,25 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hetero {version('hetero')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and end."),
+    ] = False,
+) -> None:
+    """Run Mixture-of-Experts models with their experts on the CPU, placed by a rule file."""
+
+
 app.add_typer(cli_rules.app, name="rules")
 app.command("profile")(cli_profile.profile)
 app.command("bench")(cli_bench.bench)

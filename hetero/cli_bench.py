@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from hetero import terminal
-from hetero.config import MAX_THREADS, wait_passively
+from hetero.cli_model import check_threads
+from hetero.config import wait_passively
 from hetero.core import InputError, MachineError
 from hetero.formats import Format, parse_target
 from hetero.hw import memory
@@ -150,8 +151,7 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     )
     check_series(series)
     memory.state(None if ram is None else parse_size(ram, "--ram"))
-    if threads is not None and not 1 <= threads <= MAX_THREADS:
-        raise InputError(f"--threads {threads}: must be from 1 to {MAX_THREADS}")
+    check_threads(threads)
     if cpu_gbps_cap is not None and not 0 < cpu_gbps_cap < 1e6:
         raise InputError(f"--cpu-gbps-cap {cpu_gbps_cap:g}: must be above 0")
     if chunk is not None and chunk < 1:
@@ -259,12 +259,10 @@ def bench(  # noqa: PLR0915 (an option is a statement or two)
     if json_to == "-":
         typer.echo(json.dumps(result, indent=1))
         return
-    from rich.console import Console
-
     from hetero.report.bench_text import show
 
-    console = Console()
-    show(result, console if console.is_terminal else Console(width=200))
+    console = terminal.Console()
+    show(result, console if console.is_terminal else terminal.Console(width=200))
 
 
 def _save_table(path: Path, series: Any, inventory: Any) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -69,7 +68,7 @@ def doctor(
 @contextlib.contextmanager
 def _status(silent: bool) -> Iterator[Any]:
     """A line on stderr that says what was looked at last."""
-    console = Console(stderr=True)
+    console = terminal.Console(stderr=True)
     if silent or not console.is_terminal:
         yield lambda _: None
         return
@@ -78,9 +77,9 @@ def _status(silent: bool) -> Iterator[Any]:
 
 
 def _show(rows: list[tuple[str, str, str, str]]) -> None:
-    console = Console()
+    console = terminal.Console()
     if not console.is_terminal:
-        console = Console(width=140)
+        console = terminal.Console(width=140)
     table = Table(box=None, pad_edge=False, show_header=False)
     for status, what, value, advice in rows:
         text = Text(value)

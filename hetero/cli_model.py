@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import typer
 from hetero import terminal
 from hetero.config import MAX_THREADS, settings
 from hetero.core import InputError, MachineError
+from hetero.hw import cpu
 from hetero.plan.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -123,9 +125,7 @@ class ModelOptions:
         if self.auto and (self.rules is not None or self.set_):
             raise InputError("--auto chooses the rules itself: leave out --rules and --set, or take its file")
         overrides = parse_set(self.set_ or [])
-        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
-            raise InputError(f"--threads {self.threads}: must be from 1 to {MAX_THREADS}")
-
+        check_threads(self.threads)
         if context is not None and context < 2:
             raise InputError(f"--ctx {context}: must be at least 2")
 
@@ -162,6 +162,24 @@ class ModelOptions:
         for text in loaded.notes:
             terminal.note(f"note: {text}")
         return with_context(dataclasses.replace(loaded, name=name), context)
+
+
+def check_threads(asked: int | None) -> None:
+    """What ``--threads``, else HETERO_THREADS, says: a note where it is more than this process has cores for.
+    Raises InputError for a number that is none."""
+    if asked is not None and not 1 <= asked <= MAX_THREADS:
+        raise InputError(f"--threads {asked}: must be from 1 to {MAX_THREADS}")
+    count = settings().threads if asked is None else asked
+    cores, quota = cpu.physical_cores(os.sched_getaffinity(0)), cpu.quota()
+    if quota is not None:
+        cores = max(1, min(cores, int(quota)))
+    if count is not None and count > cores:
+        name = "HETERO_THREADS=" if asked is None else "--threads "
+        have = f"{cores} physical core{'s' if cores > 1 else ''}"
+        terminal.note(
+            f"note: {name}{count}: this process may use {have}; with more threads than that each step "
+            "waits for threads that have no core"
+        )
 
 
 def _require_gpu(asked: Mapping[str, bool]) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from hetero import terminal
+from hetero.cli_model import check_threads
 from hetero.core import InputError
 
 
@@ -54,6 +55,7 @@ def pack(
     )
     if found.kind not in ("folder", "gguf"):
         raise InputError(f"{model}: has a configuration but no weights; give the folder of its checkpoint")
+    check_threads(threads)
     hf.quiet()
     with terminal.progress_bar(f"packing {found.name}") as progress:
         packed = pack_model(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from hetero import jsonfile, stats, terminal
@@ -197,9 +196,9 @@ def _is_row(row: object) -> bool:
 
 def show(made: Plan) -> None:
     """The plan for a person."""
-    console = Console()
+    console = terminal.Console()
     if not console.is_terminal:
-        console = Console(width=120)
+        console = terminal.Console(width=120)
 
     def say(text: str = "") -> None:
         console.print(text, markup=False, highlight=False)

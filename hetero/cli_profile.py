@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hetero import terminal
+from hetero.cli_model import check_threads
 from hetero.core import InputError
 from hetero.wholefile import unwritable, write_whole
 
@@ -79,6 +80,7 @@ def profile(
     from hetero.report import profile as profiling
     from hetero.report.schema import read_report
 
+    check_threads(threads)
     others = [read_report(path) for path in compare or []]
     if load is not None:
         report = read_report(load)
@@ -125,9 +127,7 @@ def _tell(report: Report, others: list[Report], json_to: str | None, html_to: Pa
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """A line on stderr that says what is measured; nothing where that is not a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
+    console = terminal.Console(stderr=True)
     if not console.is_terminal:
         yield lambda _: None
         return

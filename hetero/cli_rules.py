@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from hetero.core import InputError
@@ -37,6 +36,7 @@ from hetero.rules.mistakes import Mistakes
 from hetero.rules.options import schemas_for
 from hetero.rules.source import did_you_mean, listed
 from hetero.rules.variables import parse_set
+from hetero.terminal import Console
 from hetero.wholefile import unwritable
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from hetero import stats
 from hetero.core import InputError
+from hetero.terminal import Console
 
 # Shares of all experts for which hit rates are told.
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)

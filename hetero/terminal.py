@@ -12,9 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from rich.console import Console
+from rich.console import Console as _Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -32,6 +32,13 @@ if TYPE_CHECKING:
     from hetero.engine.request import Request, Result
 
 Message = dict[str, str]
+
+
+class Console(_Console):
+    """rich's, where a reader that has left ends the command as it does with any other write."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError
 
 
 def note(text: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from hetero.plan.sizes import gib
+from hetero.terminal import Console
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hetero.report.schema import Cell, Report, RowsBand
+from hetero.terminal import Console
 
 SOURCES = {
     "defaults": "default",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,6 +20,9 @@ from hetero.server.state import NotReadyError
 
 # nginx's code for a client that left; nobody reads it.
 CLIENT_LEFT = 499
+NOT_FOUND = 404
+# Of a path that is told back, characters.
+_MOST_OF_PATH = 200
 
 INVALID, SERVER, BUSY = "invalid_request_error", "server_error", "rate_limit_error"
 
@@ -93,12 +98,31 @@ def _param(message: str) -> str | None:
     return head if ":" in message and head.isidentifier() else None
 
 
+def _no_route(request: Request, status: int) -> str:
+    """Which path or method there is not, and what there is instead."""
+    paths: dict[str, dict[str, Any]] = request.app.openapi()["paths"]
+    path = request.url.path[:_MOST_OF_PATH]
+    asked = f"{request.method} {path}"
+    if status != NOT_FOUND:
+        takes = " or ".join(method.upper() for method in paths.get(path, {}))
+        return f"{asked}: the path takes {takes}" if takes else f"{asked}: no such method"
+    # Clients that were given an address without /v1, or with it twice, are the most frequent.
+    like = [f"/v1{path}", path.removeprefix("/v1"), *difflib.get_close_matches(path, paths, n=1)]
+    near = next((one for one in like if one in paths), None)
+    hint = f"did you mean {near}? " if near else ""
+    return f"{asked}: no such path; {hint}there are {', '.join(sorted(paths))}"
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Every failure outside a stream goes through ``told``."""
 
-    async def handle(_: Request, error: Exception) -> JSONResponse:
+    async def handle(request: Request, error: Exception) -> JSONResponse:
         # The traceback of a defect goes to the log by the framework.
-        return told(error).response()
+        answer = told(error)
+        if isinstance(error, HTTPException) and error.detail == HTTPStatus(error.status_code).phrase:
+            # Of the router, which says no more than the status does.
+            answer = replace(answer, message=_no_route(request, error.status_code))
+        return answer.response()
 
     for kind in (HeteroError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)

@@ -149,7 +149,7 @@ def test_a_result_is_shown_again_with_another_beside_it(tmp_path: Path) -> None:
         (["--formats", "int5"], "unknown weight format 'int5'"),
         (["--tokens", "1,two"], "--tokens 1,two: must be whole numbers"),
         (["--tokens", "0"], "--tokens 0: must be from 1"),
-        (["--threads", "0"], "--threads 0: must be at least 1"),
+        (["--threads", "0"], "--threads 0: must be from 1 to 4096"),
         (["--budget", "0"], "--budget 0: must be more than 0"),
         (["--numa", "sideways"], "sideways"),
         (["--numa", "node 77"], "no NUMA node 77"),

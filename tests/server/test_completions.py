@@ -367,6 +367,22 @@ def test_models(served: Served) -> None:
     assert served.refused(TEXT, 404, model="gpt-9", prompt="a")["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("GET", "/no/such/path", 404, "GET /no/such/path: no such path; there are /detokenize, "),
+        ("POST", "/chat/completions", 404, "no such path; did you mean /v1/chat/completions? there are "),
+        ("POST", "/v1/v1/messages", 404, "did you mean /v1/messages?"),
+        ("POST", "/v1/completion", 404, "did you mean /v1/completions?"),
+        ("GET", "/v1/completions", 405, "GET /v1/completions: the path takes POST"),
+    ],
+)
+def test_paths_that_there_are_not(served: Served, method: str, path: str, status: int, words: str) -> None:
+    answer = served.client.request(method, path)
+    assert answer.status_code == status
+    assert words in answer.json()["error"]["message"]
+
+
 def test_tokenize_and_back(served: Served) -> None:
     text = "the 漢 whale 🙂"
     body = served.post("/tokenize", prompt=text, return_token_strs=True)

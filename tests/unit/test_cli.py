@@ -73,6 +73,24 @@ def refused(code: int, *args: object) -> str:
     return result.stderr
 
 
+def test_more_threads_than_cores_are_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli_model.cpu, "physical_cores", lambda _: 6)
+    monkeypatch.setattr(cli_model.cpu, "quota", lambda: None)
+    cli_model.check_threads(6)
+    cli_model.check_threads(None)
+    assert capsys.readouterr().err == ""
+    cli_model.check_threads(1000)
+    assert "note: --threads 1000: this process may use 6 physical cores; " in capsys.readouterr().err
+    monkeypatch.setattr(cli_model.cpu, "quota", lambda: 1.5)
+    monkeypatch.setenv("HETERO_THREADS", "2")
+    cli_model.check_threads(None)
+    assert "note: HETERO_THREADS=2: this process may use 1 physical core; " in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"--threads 0: must be from 1 to"):
+        cli_model.check_threads(0)
+
+
 def answer(*args: object) -> dict[str, Any]:
     result = call("run", *args, "--json")
     assert result.exit_code == 0, result.output
@@ -425,7 +443,7 @@ def test_ctrl_c_and_a_reader_that_leaves(folder: Path) -> None:
     with spawn(*endless) as process:
         assert process.stdout is not None
         process.stdout.close()
-        assert process.wait(60) == 0
+        assert process.wait(60) == cli.BROKEN_PIPE
         assert process.stderr is not None
         assert process.stderr.read() == ""
 

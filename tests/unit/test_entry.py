@@ -1,9 +1,11 @@
-"""Ctrl-C while the command is still importing: exit 130, in silence."""
+"""How the command begins and ends: interrupts while it imports, readers that leave, the version."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -52,3 +54,40 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
     )
     assert done.returncode == 0
     assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "synthetic:qwen3-30b-a3b", "--hardware", "rtx4090-7950x"],
+        ["rules", "list"],
+        ["--help"],
+        ["plan", "--help"],
+    ],
+)
+def test_a_reader_that_has_left_ends_a_command_quietly(command: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "hetero", *command],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_the_version() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hetero", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == f"hetero {version('hetero')}\n"
