@@ -351,7 +351,7 @@ def _trial(backend: GpuBackend) -> None:
     submit, done, fault = (memory.data_ptr() + LINE * i for i in range(3))
     with torch.cuda.device(backend.index):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             backend.submit(submit)
             backend.collect(done, fault, 0)
         for _ in range(2):
@@ -388,7 +388,7 @@ class _NoWork:
                 for _ in range(2)
             )
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 for layer, (asked, answered) in enumerate(zip(submit, done, strict=True)):
                     backend.submit(asked)
                     backend.collect(answered, fault, layer)

@@ -99,7 +99,7 @@ def _replayed(backend: Backend, record: Callable[[], None]) -> Callable[[], floa
         return play
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         record()
 
     def replay() -> float:

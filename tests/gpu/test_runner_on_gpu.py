@@ -47,7 +47,7 @@ def usual() -> str:
     """The way between graph and CPU where a test does not care: which one is faster takes a while to find
     out, and every load would."""
     try:
-        return make_backend("memop", "cuda").name
+        return make_backend("spin", "cuda").name
     except HeteroError:
         return "auto"
 

@@ -25,7 +25,7 @@ from hetero.decode.experts import Done
 from hetero.decode.matrix import decoded
 from hetero.formats import GPU_FORMATS, parse_format
 from hetero.model.build import find_moe
-from hetero.ops.gpu import hybrid_kernels, overlap
+from hetero.ops.gpu import ahead, fused, hybrid_kernels, launch, overlap
 from hetero.ops.gpu.ahead import fetch_ahead
 from hetero.ops.gpu.feed import feed
 from hetero.ops.gpu.hybrid import DirectPayload, HybridExperts
@@ -43,6 +43,8 @@ TYPES = {
 }  # fmt: skip
 OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
 done: set[str] = set()
+target = GPUTarget("cuda", 90, 32)
+texts: list[str] = []  # of what was compiled for an older one
 
 
 def kind(value: Any) -> str:
@@ -62,7 +64,6 @@ def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **
     if name in done:
         return
     done.add(name)
-    target = GPUTarget("cuda", 90, 32)
     backend = make_backend(target)
     context = ir.context()
     ir.load_dialects(context)
@@ -70,7 +71,9 @@ def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **
     parsed = backend.parse_options(options)
     source = ASTSource(self, signature, constants)
     functions, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
-    source.make_ir(target, parsed, functions, modules, context)
+    made = source.make_ir(target, parsed, functions, modules, context)
+    if target.arch < 90:
+        texts.append(str(made))
 
 
 class Nobody:
@@ -184,6 +187,27 @@ def families() -> None:
             decoder.prefill(tokens, 0, 16, decoder.inputs(1).pages)
 
 
+def older() -> None:
+    """What GPUs before Hopper have no instructions for: memory is not asked for ahead."""
+    global target  # noqa: PLW0603
+    target = GPUTarget("cuda", 89, 32)
+    overlap._able = lambda device: False  # type: ignore[assignment]
+    for module in (fused, launch, ahead):
+        module.capability = lambda device: 89  # type: ignore[attr-defined]
+    packed = torch.empty(0, dtype=torch.uint8, device="meta")
+    x = torch.empty(1, 8192, dtype=torch.bfloat16, device="meta")
+    for name in ("int8", "fp8"):
+        matrix = PackedMatrix(packed, parse_format(name), 64, 8192)
+        fused.project(fused.plain_rows(matrix.format, x), matrix)
+    made = ExpertLaunch(ExpertSpec(512, 2560, 640, 10), parse_format("int4"), torch.device("meta"))
+    at, weights = (torch.empty(1, 10, dtype=d, device="meta") for d in (torch.int64, torch.float32))
+    made.few(packed, made.rows(x[:, :2560]), at, weights, later=launch.Later(at, at, lambda: None))
+    fetch_ahead([torch.empty(64, device="meta")])
+    assert len(texts) > 4
+    assert any("dp4a" in text for text in texts)
+    assert not [text for text in texts if "cp.async.bulk" in text or "griddepcontrol" in text]
+
+
 def main() -> None:
     import gpu_kernels
 
@@ -206,6 +230,7 @@ def main() -> None:
     all_tiers()
     formats()
     families()
+    older()
     names = sorted({name.split()[0] for name in done})
     sys.stdout.write(f"{triton.__version__} {len(done)} {' '.join(names)}\n")
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+ASKS = tl.constexpr(90)
+"""Ten times the compute capability from which on a GPU has the instruction of ``ask``."""
+
 
 @triton.jit
 def fetch(

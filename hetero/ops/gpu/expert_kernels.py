@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hetero.ops.gpu.ahead_kernels import ask, ask_each
+from hetero.ops.gpu.ahead_kernels import ASKS, ask, ask_each
 from hetero.ops.gpu.code_kernels import ONES, dot4, fetched, weighed
 from hetero.ops.gpu.coding_kernels import is_fp8, takes_values, unit_of
 from hetero.ops.gpu.overlap_kernels import await_last, let_next
@@ -228,7 +228,7 @@ def gate_up(
         xs = qs + token * (K // ACT_GROUP)
         mats: tl.constexpr = 2 if HAS_GATE else 1
         first = _at(base, expert + block.to(tl.int64) * (mats * BLOCK_BYTES))
-        if NEAR and ASM and HAS_GATE:  # the second matrix comes nearer while the first one is used
+        if NEAR and ASM >= ASKS and HAS_GATE:  # the second matrix comes nearer while the first one is used
             ask(first.to(tl.int64) + BLOCK_BYTES, BLOCK_BYTES)
         out = block * ROWS + tl.arange(0, ROWS)
         here = out < N
@@ -267,7 +267,7 @@ def down(
     steps: tl.constexpr = K // unit_of(FORMAT)
     pair = token * slots
     offset = BEGIN + block.to(tl.int64) * BLOCK_BYTES
-    if NEAR and ASM:  # what later rounds read comes nearer
+    if NEAR and ASM >= ASKS:  # what later rounds read comes nearer
         each = tl.arange(0, 16)
         all_experts = tl.load(addresses + pair + each, each < slots, 0)
         ask_each(all_experts + offset, tl.where(all_experts != 0, BLOCK_BYTES, 0))

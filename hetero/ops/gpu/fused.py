@@ -173,7 +173,8 @@ def project(
     grid = (-(-m.n // cut.outputs), -(-count // few))
     common: dict[str, Any] = {"HAS_BIAS": m.bias is not None, "COUNT": few, "num_warps": cut.warps, **sizes}
     common |= overlap(out.device)
-    values: dict[str, Any] = {"INPUTS": m.k, "ASM": capability(out.device)}
+    asm = capability(out.device)
+    values: dict[str, Any] = {"INPUTS": m.k, "ASM": asm}
     if m.format.quantised and not codes and cut.stages:
         linear_kernels.project_fp8_rows[grid](
             m.packed, rows.q, bias, out, count, rows.q.stride(0),
@@ -192,7 +193,7 @@ def project(
     elif m.format.quantised:
         linear_kernels.project_packed[grid](
             m.packed, rows.q.view(torch.int32), rows.scales, bias, out, count,
-            STEPS=STEPS_OF_WARP * cut.warps, TILES=cut.tiles, ASM=out.is_cuda, **common,
+            STEPS=STEPS_OF_WARP * cut.warps, TILES=cut.tiles, ASM=asm, **common,
         )  # fmt: skip
     elif cut.stages:
         linear_kernels.project_plain_rows[grid](

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hetero.ops.gpu.ahead_kernels import ask
+from hetero.ops.gpu.ahead_kernels import ASKS, ask
 from hetero.ops.gpu.expert_kernels import ACT_GROUP, INT4, ROWS, step_dot
 from hetero.ops.gpu.grouped_kernels import _decoded
 from hetero.ops.gpu.overlap_kernels import await_last, let_next
@@ -37,7 +37,7 @@ def project_packed(
     words = start.to(tl.pointer_type(tl.int32))
     halves = (start + SCALES_AT).to(tl.pointer_type(tl.float16))
     first_bytes: tl.constexpr = STEPS * TILES * 64
-    if ASM and steps > STEPS * TILES:  # what later rounds read
+    if ASM >= ASKS and steps > STEPS * TILES:  # what later rounds read
         ask(start.to(tl.int64) + first_bytes, BLOCK_BYTES - first_bytes)
     totals = ()
     for _ in tl.static_range(COUNT):
@@ -84,7 +84,7 @@ def project_fp8(
     first_row = tl.program_id(1) * COUNT
     words = start.to(tl.pointer_type(tl.int32)) + tl.arange(0, ROWS)[None, :]
     first_bytes: tl.constexpr = STEPS * TILES * 64
-    if ASM and steps > STEPS * TILES:
+    if ASM >= ASKS and steps > STEPS * TILES:
         ask(start.to(tl.int64) + first_bytes, BLOCK_BYTES - first_bytes)
     totals = ()
     for _ in tl.static_range(COUNT):
