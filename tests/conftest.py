@@ -6,12 +6,15 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.interpreter import quicken
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +50,12 @@ _stderr = -1
 def pytest_configure() -> None:
     global _stderr  # noqa: PLW0603  what is captured is lost where a process ends
     _stderr = os.dup(2)
+
+
+def pytest_collection_finish() -> None:
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is not None and not HAS_GPU:
+        quicken(interpreter)
 
 
 @pytest.fixture(autouse=HAS_GPU)
