@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hetero.formats import BLOCK_ROWS, Format
+from hetero.formats import BLOCK_ROWS, FP8, Format
 from hetero.ops.gpu.fused import PackedMatrix
 from hetero.quant.pack import dequantise
 
@@ -26,7 +26,7 @@ def gathered(matrices: Sequence[PackedMatrix], orders: Sequence[Tensor | None]) 
         for matrix, order in zip(matrices, orders, strict=True)
     ]
     count = sum(len(order) for order in rows)
-    if first.format.name == "fp8":
+    if first.format.name in FP8:
         return _of_fp8(matrices, rows)
     padding = -count % BLOCK_ROWS if first.format.quantised else 0
     if first.format.quantised:

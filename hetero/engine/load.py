@@ -126,6 +126,10 @@ def load_model(
     injected = inject.apply(model, placement)
     homes = {name: str(one.loads_on) for name, one in model.named_modules() if hasattr(one, "loads_on")}
 
+    linears: Any = {
+        f"{name}.weight": one for name, one in model.named_modules() if hasattr(one, "take_codes")
+    }
+
     def home(tensor: str) -> str:
         module = tensor.rpartition(".")[0]
         return homes.get(module) or placement.device_of(module) or "cpu"
@@ -138,6 +142,7 @@ def load_model(
             dtype=DTYPES[dtype],
             device=home,
             plan=plan,
+            linears=linears,
             **options,
         )
 

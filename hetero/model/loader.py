@@ -29,6 +29,7 @@ from hetero.model.pieces import PARTS
 from hetero.model.quantised import InexactError
 from hetero.model.reading import Reading, together
 from hetero.model.source import Source
+from hetero.quant.pack import Codes
 
 __all__ = ["ExpertSink", "LoadPlan", "LoadReport", "load", "plan_load"]
 
@@ -59,6 +60,16 @@ class CodeSink(ExpertSink, Protocol):
         """Take a part in its format's codes, see ``hetero.quant.pack.pack_codes``."""
 
 
+class LinearSink(Protocol):
+    """What takes the weight of a linear layer as it is quantised."""
+
+    def keeps(self, fmt: Format) -> bool:
+        """Whether it does so of this format."""
+
+    def take_codes(self, fmt: Format, codes: Codes) -> Callable[[], None]:
+        """Prepare, on any thread; the call puts them in the weight's place, on the loader's own."""
+
+
 @dataclass(slots=True)
 class LoadReport:
     """What was read, and what was not."""
@@ -85,6 +96,7 @@ def load(
     plan: LoadPlan | None = None,
     filled: Collection[str] = (),
     experts_only: bool = False,
+    linears: Mapping[str, LinearSink] | None = None,
 ) -> LoadReport:
     """Bring a checkpoint's tensors to where they belong.
 
@@ -92,7 +104,8 @@ def load(
     parameters. ``device`` may be a function of the tensor's name. ``progress`` is called with bytes read and
     all bytes. Where blocks of the tree have been replaced already, pass the ``plan`` that was made before.
     ``filled`` names experts modules whose weights are there already; with ``experts_only`` the sinks alone
-    are filled, and the tree stays as it is.
+    are filled, and the tree stays as it is. ``linears`` maps names of weights to what takes them as they are
+    quantised, where it can.
     """
     sinks = dict(sinks or {})
     plan = plan if plan is not None else plan_load(model, checkpoint)
@@ -109,6 +122,7 @@ def load(
         progress=progress,
         filled=frozenset(filled),
         experts_only=experts_only,
+        linears=linears or {},
     )
     return loading.run()
 
@@ -140,8 +154,12 @@ class _Loading:
         progress: Callable[[int, int], None] | None,
         filled: frozenset[str],
         experts_only: bool,
+        linears: Mapping[str, LinearSink],
     ) -> None:
         self.model = model
+        tied = {*plan.tied, *plan.tied.values()}  # of which each sees the other's parameter
+        self.linears = {name: linear for name, linear in linears.items() if name not in tied}
+        self.kept: Counter[str] = Counter()  # format -> linear layers that keep their codes
         self.checkpoint = checkpoint
         self.sinks = sinks
         self.device_of = device if callable(device) else lambda name: device
@@ -174,6 +192,8 @@ class _Loading:
                 while deliveries:
                     deliveries.pop(0)()
         self.report.tensors += len(self.plan.names_of(self.own))
+        for fmt, count in self.kept.items():
+            self.report.notes.append(f"{count} linear layers keep the checkpoint's values: {fmt}")
         if not self.experts_only:
             self._tie()
             self._move_buffers()
@@ -225,12 +245,39 @@ class _Loading:
 
     def _whole(self, target: Target) -> Delivery:
         reading = Reading(self.checkpoint)
+        kept = self._kept(reading, target)
+        if kept is not None:
+            return kept
         made = convert(target, self.model, reading.read, self._shape_of)
 
         def deliver() -> None:
             self._count(reading.nbytes)
             for name in list(made):
                 self._deliver(name, made.pop(name))
+
+        return deliver
+
+    def _kept(self, reading: Reading, target: Target) -> Delivery | None:
+        """The weight of a linear layer as it is quantised, for one that keeps it so; else None."""
+        linear = self.linears.get(target.name)
+        if linear is None or target.converter is not None or len(target.tensors) != 1:
+            return None
+        (name,) = target.tensors
+        info, shape = self.checkpoint.tensors[name], tuple(self.plan.places[target.name].shape)
+        fmt = info.format
+        if fmt is None or info.transposed or info.shape != shape or not linear.keeps(fmt):
+            return None
+        try:
+            put = linear.take_codes(fmt, reading.whole_codes(name))
+        except InexactError:
+            return None
+        except InputError as error:
+            raise InputError(f"{info.file}: tensor {name}: {error}") from None
+
+        def deliver() -> None:
+            self._count(reading.nbytes)
+            self.kept[str(fmt)] += 1
+            put()
 
         return deliver
 

@@ -41,6 +41,11 @@ class Reading:
         piece = source.piece(expert)
         return source.cut(self._once("codes", piece.name, piece.index), expert)
 
+    def whole_codes(self, name: str) -> Codes:
+        """A quantised matrix in its format. Raises InexactError."""
+        value: Codes = self._counted("codes", name, None)
+        return value
+
     def blocks(self, source: PartSource, expert: int) -> tuple[str, torch.Tensor]:
         """A part in the blocks of its file, for ``put_ggml``."""
         piece = source.piece(expert)

@@ -16,6 +16,7 @@ from hetero.engine.load import load_model, prepare
 from hetero.formats import FP8
 from hetero.model.build import choose_class
 from hetero.ops.experts import CpuExpertsOp
+from hetero.quant.pack import dequantise
 from tests.model.checkpoints import edit_tensors, write
 from tests.model.hf_to_gguf import write as write_gguf
 from tests.model.quantised import (
@@ -46,6 +47,40 @@ def close(model: Any, reference: Any, tolerance: float) -> None:
     error = (got - expected).norm() / expected.norm()
     assert torch.isfinite(got).all()
     assert error < tolerance
+
+
+LINEARS = """
+extends: default
+rules:
+  - name: attention
+    match: {name: 'self_attn\\.[qkvo]_proj$'}
+    replace: {class: hetero.ops.gpu.linear.PackedLinear, device: cpu, kwargs: {format: FORMAT}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("scheme", "fmt"), [("fp8", "fp8"), ("w8a8-fp8-rows", "fp8"), ("w4a16", "int4 g128"), ("w8a16", "fp8")]
+)
+def test_packed_linear_layers_keep_values_too(scheme: str, fmt: str, tmp_path: Path) -> None:
+    """What their format holds; else they are quantised anew."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from hetero.ops.gpu.linear import PackedLinear
+
+    written = write_quantised(tmp_path, "qwen3_moe", SCHEMES[scheme])
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(LINEARS.replace("FORMAT", fmt))
+    loaded = load_model(tmp_path, rules=rules, dtype="bfloat16")
+    named = dict(loaded.runnable.model.named_modules())
+    layers = {name: module for name, module in named.items() if isinstance(module, PackedLinear)}
+    assert len(layers) == 4
+    kept = scheme != "w8a16"
+    for name, linear in layers.items():
+        found = dequantise(linear.format, linear.packed, linear.out_features, linear.in_features)
+        wanted = written.values[f"{name}.weight"].float()
+        assert torch.equal(found, wanted) == kept
+        assert float((found - wanted).norm() / wanted.norm()) < 0.05
+    told = f"4 linear layers keep the checkpoint's values: {SCHEMES[scheme].format}"
+    assert (told in loaded.notes) == kept
 
 
 KEPT = ("fp8", "w8a8-fp8-rows", "awq", "gptq", "gptq-order", "modelopt-nvfp4", "w8a8-asym")

@@ -13,7 +13,7 @@ from hetero.decode.rows import gathered
 from hetero.formats import parse_format
 from hetero.ops.gpu.fused import PackedMatrix, plain_rows, project
 from hetero.ops.gpu.linear import PackedLinear
-from hetero.quant.pack import dequantise, quantise
+from hetero.quant.pack import Codes, dequantise, quantise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -71,6 +71,49 @@ def test_blocks_of_fp8_stay_whole_or_become_floats(generator: torch.Generator) -
         raw = made.packed.cpu()
         values = raw if name == "f32" else dequantise(fmt, raw, made.n, k)
         assert torch.equal(values, torch.cat([known[0][order], known[1]]))
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp8_row"])
+def test_codes_of_a_checkpoint(fmt: str, generator: torch.Generator) -> None:
+    """Their values to the bit, whatever the scales; products of them; rows of several in another order."""
+    n, k, format_ = 144 if fmt == "fp8" else 64, 136, parse_format(fmt)
+    shape = (n, 1) if fmt == "fp8_row" else (2, 2)
+    values = torch.randn(2, n, k, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, *shape, generator=generator) + 0.1
+    tiles = scales if fmt == "fp8_row" else scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    known = values.float() * tiles[:, :n, : 1 if fmt == "fp8_row" else k]
+    layers = []
+    for codes, scale, bias in zip(values, scales, (True, False), strict=True):
+        linear = PackedLinear(nn.Linear(k, n, bias=bias), parse_format("fp8"), DEVICE)
+        assert linear.keeps(format_)
+        assert not linear.keeps(parse_format("int8"))
+        linear.take_codes(format_, Codes(codes.view(torch.uint8), scale, None))()
+        linear.after_load()
+        assert linear.format == format_
+        assert not list(linear.parameters())
+        layers.append(linear)
+    for linear, weight in zip(layers, known, strict=True):
+        assert torch.equal(dequantise(format_, linear.packed.cpu(), n, k), weight)
+    bias = layers[0].bias
+    assert bias is not None
+    for rows, limit in ((2, 1e-6), (20, 6e-3)):
+        x = torch.randn(rows, k, generator=generator)
+        wanted = x.double() @ known[0].double().T + bias.cpu().double()
+        with torch.no_grad():
+            got = layers[0](x.to(DEVICE)).double().cpu()
+        assert float((got - wanted).norm() / wanted.norm()) < limit, rows
+    matrices = [PackedMatrix.from_linear(linear) for linear in layers]
+    whole = PackedMatrix.concat(matrices)
+    assert torch.equal(dequantise(format_, whole.packed.cpu(), 2 * n, k), known.flatten(0, 1))
+    for order, name in ((torch.arange(16, 48), fmt), (torch.arange(20, 52), "f32")):
+        made = gathered(matrices, [order, None])
+        raw = made.packed.cpu()
+        found = raw if name == "f32" else dequantise(format_, raw, made.n, k)
+        assert made.format.name == name
+        assert torch.equal(found, torch.cat([known[0][order], known[1]]))
+    no_numbers = Codes(torch.full((16, 128), 127, dtype=torch.uint8), torch.ones(1, 1), None)
+    with pytest.raises(InputError, match="for fp8"):
+        layers[0].take_codes(parse_format("fp8"), no_numbers)
 
 
 def test_refuses_what_is_no_linear_layer() -> None:

@@ -20,7 +20,7 @@ from hetero.formats import ACT_GROUP, Format, padded_k
 from hetero.ops.gpu import expert_kernels, fused_kernels, linear_kernels
 from hetero.ops.gpu.matrix import PackedMatrix
 from hetero.ops.gpu.overlap import overlap
-from hetero.ops.gpu.packed import capability
+from hetero.ops.gpu.packed import capability, is_roomy
 from hetero.ops.gpu.tuning import DEPTH_OF_WARP, STEPS_OF_WARP, Cut, cut_of
 
 _MOST_ROWS = 4
@@ -163,17 +163,17 @@ def project(
         raise ValueError(f"{given} for a matrix of {m.k} inputs in {m.format}")
     out = torch.empty(count, m.n, dtype=out_dtype, device=rows.q.device)
     bias = out if m.bias is None else m.bias
+    asm = capability(out.device)
     if cut is None:
         in_bf16 = rows.q.dtype == torch.bfloat16 and m.format.name in ("bf16", "fp8")
         products = codes or in_bf16
-        cut = cut_of(m.n, sizes["K"], m.format.code_bits, rows=count, products=products)
+        cut = cut_of(m.n, sizes["K"], m.format.code_bits, rows=count, products=products, roomy=is_roomy(asm))
         if not (out.is_cuda or m.format.quantised or cut.stages):
             cut = Cut(1, 1, 64)  # the interpreter takes long for each program
     few = (8 if count <= 8 else 16) if cut.stages else min(triton.next_power_of_2(count), _MOST_ROWS)
     grid = (-(-m.n // cut.outputs), -(-count // few))
     common: dict[str, Any] = {"HAS_BIAS": m.bias is not None, "COUNT": few, "num_warps": cut.warps, **sizes}
     common |= overlap(out.device)
-    asm = capability(out.device)
     values: dict[str, Any] = {"INPUTS": m.k, "ASM": asm}
     if m.format.quantised and not codes and cut.stages:
         linear_kernels.project_fp8_rows[grid](

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from hetero.core import InputError
 from hetero.cpu import pack_matrix
-from hetero.formats import BLOCK_ROWS, Format, parse_format
+from hetero.formats import BLOCK_ROWS, FP8, Format, parse_format
 from hetero.ops.gpu import linear_kernels
 from hetero.ops.gpu.packed import matrix_sizes
+from hetero.quant.pack import Codes, pack_codes
 
 # Up to so many rows weights are used as they are; beyond it they are decoded first.
 _FEW = 16
@@ -27,6 +28,8 @@ class PackedLinear(nn.Module):
     ``packed``: uint8, the blocks of experts, for few rows of which activations are int8 in groups of 32 and
     sums exact up to their order, but for fp8, which takes values; for bf16, which is not quantised, the
     weight [n, k] as torch has it. Many rows are multiplied in bf16.
+
+    Weights that a checkpoint has in this format already keep their values (``keeps``, ``take_codes``).
     """
 
     def __init__(self, linear: nn.Linear, fmt: Format, device: str) -> None:
@@ -37,6 +40,7 @@ class PackedLinear(nn.Module):
         self.packed: Tensor
         self.bias: Tensor | None
         self.device = torch.device(device)
+        self._codes: Tensor | None = None  # packed, from a checkpoint
 
     @property
     def loads_on(self) -> str:
@@ -54,10 +58,31 @@ class PackedLinear(nn.Module):
             )
         return PackedLinear(module, parse_format(options["format"]), device)
 
+    # Part of the loader's LinearSink.
+    def keeps(self, fmt: Format) -> bool:
+        """Whether weights in this format stay as they are: in the layer's own; of fp8 with either scales."""
+        return fmt == self.format or (fmt.name in FP8 and self.format.name in FP8)
+
+    def take_codes(self, fmt: Format, codes: Codes) -> Callable[[], None]:
+        """Pack the whole weight's codes in a format that it ``keeps``, on any thread; the call puts them in
+        the place of the weights. Raises InputError for codes that are no numbers."""
+        packed = pack_codes(fmt, *codes)
+
+        def put() -> None:
+            assert self.source is not None
+            self.format, self._codes = fmt, packed
+            self.source.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+        return put
+
     def after_load(self) -> None:
         """Pack the weights, and let go of them."""
         source = self.source
         if source is None:
+            return
+        if self._codes is not None:
+            self.take(self._codes, source.bias)
+            self._codes = None
             return
         weight = source.weight.detach()
         packed = pack_matrix(self.format, weight.cpu()) if self.format.quantised else weight.bfloat16()

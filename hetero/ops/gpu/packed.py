@@ -12,6 +12,8 @@ from hetero.formats import ACT_GROUP, BLOCK_ROWS, Format, block_bytes, padded_k
 from hetero.ops.gpu import expert_kernels
 from hetero.ops.gpu.overlap import overlap
 
+_SMALL = (86, 89, 120, 121)  # 99 KB; data centres' have 163 and more
+
 
 def matrix_sizes(fmt: Format, n: int, k: int) -> dict[str, Any]:
     """Constants of the kernels for a packed matrix of n outputs and k inputs."""
@@ -31,6 +33,11 @@ def capability(device: torch.device) -> int:
     if device.type == "cpu":
         return 0
     return _capability(device) if device.type == "cuda" else 90
+
+
+def is_roomy(asm: int) -> bool:
+    """Whether a program may have more than 100 KB of shared memory, by what ``capability`` says."""
+    return asm not in _SMALL
 
 
 @cache

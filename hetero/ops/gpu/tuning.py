@@ -35,15 +35,17 @@ class Cut(NamedTuple):
     stages: int = 0
 
 
-def cut_of(n: int, k: int, bits: int, *, rows: int, products: bool) -> Cut:
+def cut_of(n: int, k: int, bits: int, *, rows: int, products: bool, roomy: bool = True) -> Cut:
     """Of n outputs of k inputs with weights of so many bits, 16: not packed. ``products``: whether tensor
-    cores can multiply them."""
+    cores can multiply them; ``roomy``: whether a program can have more than 100 KB of shared memory."""
     if rows > 1 and products:
         if bits >= 16:
             return Cut(4, 4, stages=5)
         if n > 6400:  # so that all have room at the same time
             return Cut(4, 16, stages=3)
-        return Cut(8, 32, stages=4) if k % 1024 == 0 else Cut(4, 16, stages=5)
+        if k % 1024 == 0:
+            return Cut(8, 32, stages=4 if roomy else 3)
+        return Cut(4, 16, stages=5)
     if bits >= 16:
         outputs = 2 if k > 4096 or n <= 400 or rows > 1 else 4
         return Cut(*_fewest(k, DEPTH_OF_WARP, MOST_WARPS, 6), outputs)
