@@ -340,6 +340,25 @@ def test_embeddings_that_do_not_come(after: int) -> None:
     made.close()
 
 
+def test_a_launch_that_fails_leaves_no_gate_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made()
+    slot = made.runner.claim()
+
+    def fails(run: Any) -> None:
+        raise RuntimeError("no launch")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.means, "play", fails)
+        with pytest.raises(RuntimeError, match="no launch"):
+            made.runner.step([(slot, 7)])
+    made.runner.release(slot)
+    slot, tokens = made.runner.claim(), [3]
+    for _ in range(4):
+        tokens += made.runner.step([(slot, tokens[-1])], ahead=True).ids
+    assert tokens[1:] == greedy([3], 4)
+    made.close()
+
+
 def test_an_operator_that_fails_while_a_step_is_ahead() -> None:
     made = Made(ple=0)
     slot = made.runner.claim()

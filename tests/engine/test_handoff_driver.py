@@ -172,3 +172,7 @@ def test_a_gate_that_nobody_opens(kind: type[GpuBackend], make_driver: Make) -> 
     gate.open(0)
     gate.record(0)
     assert not gate.failed(0)
+    gate.open(0)
+    gate.shut(0)  # no step has come through
+    gate.record(0)
+    assert gate.failed(0)

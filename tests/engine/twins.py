@@ -29,6 +29,9 @@ class Gate:
         assert self.events[lane].wait(LIMIT_S), "nobody has opened the gate"
         self.events[lane].clear()
 
+    def shut(self, lane: int) -> None:
+        self.events[lane].clear()
+
     def open(self, lane: int) -> None:
         assert not self.events[lane].is_set()
         self.events[lane].set()

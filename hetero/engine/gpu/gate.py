@@ -15,6 +15,9 @@ class Gate(Protocol):
     def record(self, lane: int) -> None:
         """Into the current stream: wait until it is open, and close it."""
 
+    def shut(self, lane: int) -> None:
+        """As in the beginning, whatever became of the steps before; none is on its way."""
+
     def open(self, lane: int) -> None:
         """What the host wrote before, the stream finds behind the gate."""
 
@@ -38,11 +41,14 @@ class FlagGate:
         fault = self._base + (self._lanes + lane) * LINE
         self._backend.collect_in_time(self._base + lane * LINE, fault, 0)
 
+    def shut(self, lane: int) -> None:
+        self._words[self._lanes + lane] = self._words[lane] = 0
+
     def open(self, lane: int) -> None:
         self._words[lane] = 1
 
     def failed(self, lane: int) -> bool:
         if not self._words[self._lanes + lane]:
             return False
-        self._words[self._lanes + lane] = self._words[lane] = 0
+        self.shut(lane)
         return True

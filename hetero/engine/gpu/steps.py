@@ -256,6 +256,7 @@ class Steps:
             if self._gate is None:
                 self._fill(flight, gather)
             else:
+                self._gate.shut(track)
                 self._closed.add(track)
             began = self._lap("fill", began)
             graph.replay()
