@@ -119,10 +119,6 @@ def test_a_second_call_writes_nothing(tiny: Tiny, tmp_path: Path, monkeypatch: p
 _CALL = """
 import sys
 from pathlib import Path
-from hetero.engine.generate import Engine
-from hetero.engine.load import load_model
-from hetero.engine.request import Request
-from hetero.engine.sample import SamplingParams
 from hetero.model import demo
 original = demo.convert
 def counted(source, folder):

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
+from typer.testing import CliRunner
 
+from hetero import cli
 from hetero.model.demo import TEST_MODEL
 
 CHAT = "/v1/chat/completions"
@@ -139,6 +141,17 @@ class Server:
             self.process.kill()
             self.process.wait(30)
         self._heard.close()
+
+
+def refused_start(*options: str) -> str:
+    """The one line of a server that does not start for what it is told, in this process, since a process of
+    its own would take seconds to import what it does not come to use."""
+    done = CliRunner().invoke(cli.app, ["serve", str(TEST_MODEL), "--port", "0", *options])
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("hetero: ")
+    return line
 
 
 def iter_with(first: str, rest: Iterator[str]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.outside import CHAT, TEXT, Server, long_answer
+from tests.server.outside import CHAT, TEXT, Server, long_answer, refused_start
 
 BODY = 4096
 MESSAGES = "/v1/messages"
@@ -330,9 +330,7 @@ def test_keys_that_are_none(tmp_path: Path) -> None:
     ):
         file = tmp_path / "keys"
         file.write_text(text)
-        with Server("--api-key-file", str(file)) as running:
-            assert running.end() == 2
-            said = running.said()
+        said = refused_start("--api-key-file", str(file))
         assert words in said
         assert "with a space" not in said
 

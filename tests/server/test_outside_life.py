@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from hetero.model.demo import TEST_MODEL
-from tests.server.outside import TEXT, Server, free_port, long_answer
+from tests.server.outside import TEXT, Server, free_port, long_answer, refused_start
 
 
 def one_line(server: Server) -> str:
@@ -207,7 +207,6 @@ def test_port_in_use() -> None:
         (("--host", "0.0.0.0"), "--allow-remote"),
         (("--tool-format", "smoke-signals"), "--tool-format smoke-signals: must be one of auto, "),
         (("--slots", "0"), "--slots 0: must be from 1 to 512"),
-        (("--ctx", "5000"), "--ctx 5000: the context of this model holds 1024 tokens"),
         (("--ctx", "512", "--kv-tokens", "256"), "--ctx 512: the KV cache holds 256 tokens"),
         (("--request-timeout", "-1"), "--request-timeout -1: must be above 0"),
         (("--cors-origin", "https://a.example/"), "--cors-origin https://a.example/: must be * or scheme"),
@@ -217,9 +216,14 @@ def test_port_in_use() -> None:
     ],
 )
 def test_options_that_are_wrong(options: tuple[str, ...], words: str) -> None:
-    with Server(*options) as server:
+    assert words in refused_start(*options)
+
+
+def test_an_option_that_the_model_does_not_bear() -> None:
+    """What only a server that has begun to load can know."""
+    with Server("--ctx", "5000") as server:
         assert server.end() == 2
-        assert words in one_line(server)
+        assert "--ctx 5000: the context of this model holds 1024 tokens" in one_line(server)
 
 
 def test_the_folder_vanishes(tmp_path: Path) -> None:
