@@ -18,18 +18,20 @@ from hetero import jsonfile, stats, terminal
 from hetero.core import InputError, MachineError
 from hetero.formats import Format, parse_format
 from hetero.hw import memory
+from hetero.model.numbers import check_numbers
 from hetero.model.shapes import ModelRef, resolve_model
 from hetero.plan import families
 from hetero.plan.as_json import as_dict
 from hetero.plan.hardware import Hardware, load_hardware
 from hetero.plan.inventory import Inventory, Kind, from_modules
 from hetero.plan.machine import this_machine
-from hetero.plan.planner import FORMAT, Plan, family_format, make_plan
+from hetero.plan.planner import FORMAT, NO_GPU, Plan, family_format, make_plan
 from hetero.plan.quantised import kept_format
 from hetero.plan.roofline import Decode, Term
 from hetero.plan.rulefile import command, rule_file
 from hetero.plan.sizes import gib, parse_size
 from hetero.plan.tiers import DEFAULT_CONTEXT, Request
+from hetero.plan.workspace import DENSE_PACKED
 from hetero.wholefile import write_whole
 
 _MUCH = 1.5  # times as fast that another format is named in the beginning
@@ -81,7 +83,12 @@ def plan(
             help="JSON [layers][experts]: how often each was chosen. Default: kept statistics.",
         ),
     ] = None,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rule file.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the rule file, of a plan that fits.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --write: also where a run would not fit.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell whether it fits, what sits where and how fast it is, term by term; exit 3 where it does not fit.
@@ -102,6 +109,7 @@ def plan(
         counts=() if counts is None else read_counts(counts),
     )
     found = resolve_model(model, revision=revision)
+    check_numbers(found.config, str(found.path))
     inventory = take_inventory(found.config)
     if ctx is None and inventory.context is not None:
         request = replace(request, context=min(request.context, inventory.context))
@@ -112,16 +120,62 @@ def plan(
         has_gpu = machine.gpu is not None and request.vram != 0
         fmt = kept or family_format(inventory.model_type, has_gpu)
         request = replace(request, expert_format=fmt, keep=kept is not None)
-    made = make_plan(found.name, inventory, machine, request)
-    if write is not None:
+    try:
+        made = make_plan(found.name, inventory, machine, request)
+    except MachineError as error:
+        alone = _without_gpu(found.name, inventory, machine, request)
+        raise MachineError(f"{error}; {alone}" if alone else str(error)) from None
+    if write is not None and (made.fits or force):
         write_whole(write, rule_file(made), "--write")
-        terminal.note(f"wrote {write}, for {command(made, str(write))}")
+        terminal.note(f"wrote {write}, for {command(made, str(write), model)}")
     if as_json:
         typer.echo(json.dumps(as_dict(made), indent=2))
     else:
         show(made)
+        if made.fits:
+            own = hardware is None and format_ is None and counts is None and dense == "auto"
+            typer.echo(f"next: {next_command(made, model, found.kind, write, own=own)}")
     if not made.fits:
+        if write is not None and not force:
+            terminal.note(
+                f"hetero: --write {write}: nothing was written, since a run with these rules does not fit; "
+                "--force writes them all the same"
+            )
         raise typer.Exit(MachineError.exit_code)
+
+
+def _without_gpu(name: str, inventory: Inventory, machine: Hardware, request: Request) -> str | None:
+    """What the CPU alone would give where the GPU is too small; None where that does not fit either."""
+    if machine.gpu is None or request.vram == 0:
+        return None
+    alone = replace(request, vram=0, dense="auto" if request.dense in DENSE_PACKED else request.dense)
+    try:
+        made = make_plan(name, inventory, machine, alone, alternatives=False)
+    except MachineError:
+        return None
+    return _by_cpu_alone(made.today.decode.tok_s) if made.fits else None
+
+
+def _by_cpu_alone(tok_s: float) -> str:
+    return f"it fits by --vram 0, on the CPU alone: {tok_s:.3g} tokens/s expected (local routing)"
+
+
+def next_command(made: Plan, model: str, kind: str, written: Path | None, *, own: bool) -> str:
+    """What to type now: the run that the plan is for. ``kind``: as ``resolve_model`` tells it. ``own``: the
+    plan is of this machine, with nothing chosen that ``--auto`` would choose otherwise."""
+    if kind == "config" and Path(model).exists():
+        model = "MODEL_FOLDER"  # a configuration alone has no weights
+    # Random weights come without a tokenizer.
+    prompt = (
+        ""
+        if made.request.concurrency > 1
+        else f" {'--prompt-ids 1,2,3' if kind == 'synthetic' else '-p TEXT'}"
+    )
+    if written is None and own and kind != "synthetic":
+        return command(made, None, model) + prompt
+    file = "rules.yaml" if written is None else str(written)
+    before = "the same with --write rules.yaml, then " if written is None else ""
+    return before + command(made, file, model) + prompt
 
 
 def _format(given: str | None) -> Format:
@@ -203,13 +257,15 @@ def show(made: Plan) -> None:
     def say(text: str = "") -> None:
         console.print(text, markup=False, highlight=False)
 
-    inventory, layout, request = made.inventory, made.layout, made.request
+    inventory, request = made.inventory, made.request
     say(verdict(made))
     if (better := advice(made)) is not None:
         say(better)
     say(f"{made.model}: {_weights(inventory)}, {inventory.layers} layers")
     experts = f"experts in {request.expert_format}, " if inventory.sites else ""
-    say(f"{experts}dense layers in {layout.dense}, {request.context} tokens x {request.concurrency}")
+    say(f"{experts}dense layers in {made.dense}, {request.context} tokens x {request.concurrency}")
+    if made.instead is not None:
+        say(f"dense layers in {made.dense}: {made.instead}")
     say()
     console.print(_memory_table(made))
     say()
@@ -223,6 +279,9 @@ def show(made: Plan) -> None:
     for way in made.prefill:
         speed = f"{way.ms / 1e3:.2f} s, {way.tok_s:.0f} tokens/s"
         say(f"bound, prefill of {way.tokens} tokens: {speed}, {way.way}")
+    for way in made.today.prompts if made.fits else ():
+        speed = f"{way.ms / 1e3:.2f} s, {way.tok_s:.0f} tokens/s"
+        say(f"expected, prefill of {way.tokens} tokens: {speed}, {way.way}")
     say()
     console.print(_alternatives_table(made))
     if made.waits:
@@ -240,7 +299,9 @@ def verdict(made: Plan) -> str:
     if made.today.why_not is not None:
         return f"does NOT fit {where}: {made.today.why_not}"
     speeds = " and ".join(f"{d.tok_s:.3g} ({d.routing} routing)" for d in made.expected)
-    return f"fits {where}: {speeds} tokens/s expected, {_manner(made)}"
+    prompt = made.today.prompts[-1]
+    read = f"a prompt of {prompt.tokens} tokens at {prompt.tok_s:.0f} tokens/s"
+    return f"fits {where}: {speeds} tokens/s expected, {_manner(made)}; {read}"
 
 
 def advice(made: Plan) -> str | None:
@@ -249,7 +310,8 @@ def advice(made: Plan) -> str | None:
     formats = [a for a in made.alternatives if a.expected_local is not None and a.change.startswith(FORMAT)]
     best = max(formats, key=lambda a: a.expected_local or 0.0, default=None)
     if best is None or best.expected_local is None or best.expected_local < _MUCH * now:
-        return None
+        alone = next((a.expected_local for a in made.alternatives if a.change == NO_GPU), None)
+        return None if made.fits or alone is None else _by_cpu_alone(alone)
     name, gain = best.change.removeprefix(FORMAT), "much faster" if made.fits else "it fits"
     return f"{gain} by --format '{name}': {best.expected_local:.3g} tokens/s expected (local routing)"
 

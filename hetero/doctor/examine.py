@@ -89,6 +89,9 @@ def make_profile(findings: list[Finding], root: Path = Path("/")) -> Hardware:
         prefill_tops=("experts' operator", "tops"),
         dense_tflops=("torch on the CPU", "tflops"),
         op_us=("torch on the CPU", "op_us"),
+        dense_share=("torch's products", "share"),
+        dense16_share=("torch's products", "share16"),
+        dense16_tflops=("torch on the CPU", "tflops16"),
     )
     ram = put(profile.ram, read_gb_s=("memory reads", "gb_s"))
     disk = put(profile.disk, read_gb_s=("disk", "gb_s"), latency_us=("disk", "latency_us"))

@@ -20,11 +20,13 @@ _FORMAT = parse_format("int4")
 MOST_BYTES = 2**30
 _ROUNDS = 7
 _PREFILL_TOKENS = 256
+_MATRIX = (4096, 2048)  # of the products of one row
 _SLOW_CORE_GB_S = 2.0  # a core that reads less is shared, or its memory has a single narrow channel
 
 
 def check_memory_reads(limit: int = MOST_BYTES) -> Iterator[Finding]:
-    """GB/s of plain reads of each memory node and of all, then what the experts' operator reaches."""
+    """GB/s of plain reads of each memory node and of all, then what the experts' operator and torch's
+    products reach of them."""
     nodes = cpu.machine().split_nodes
     room = min(limit, memory.available().bytes // 4)
     if room < 64 * 2**20:
@@ -46,12 +48,15 @@ def check_memory_reads(limit: int = MOST_BYTES) -> Iterator[Finding]:
     else:
         yield ok("memory reads", value, gb_s=plain)
     yield from _operator(experts)
+    yield _products(experts)
 
 
 def check_torch() -> Finding:
     """TFLOPS of torch's float32 products and microseconds of a small operation."""
     a, b = torch.randn(512, 1024), torch.randn(1024, 1024)
     tflops = 2 * 512 * 1024 * 1024 / _fastest(lambda: torch.mm(a, b)) / 1e12
+    c, d = a.bfloat16(), b.bfloat16()
+    tflops16 = 2 * 512 * 1024 * 1024 / _fastest(lambda: torch.mm(c, d), 3) / 1e12
     x = torch.randn(1, 1, 256)
     weight = torch.randn(256, 256)
 
@@ -65,8 +70,11 @@ def check_torch() -> Finding:
 
     with torch.no_grad():
         op_us = _fastest(chain) / (8 * 7) * 1e6
-    value = f"{tflops * 1e3:.0f} GFLOPS in float32, {op_us:.1f} us a small operation"
-    return ok("torch on the CPU", value, tflops=tflops, op_us=op_us)
+    value = (
+        f"{tflops * 1e3:.0f} GFLOPS in float32, {tflops16 * 1e3:.0f} in bfloat16, "
+        f"{op_us:.1f} us a small operation"
+    )
+    return ok("torch on the CPU", value, tflops=tflops, tflops16=tflops16, op_us=op_us)
 
 
 def _experts(size: int, numa: str) -> CpuExperts:
@@ -120,6 +128,30 @@ def _operator(experts: CpuExperts) -> Iterator[Finding]:
         yield warning("experts' operator", value, advice, share=share, tops=tops)
     else:
         yield ok("experts' operator", value, share=share, tops=tops)
+
+
+def _products(experts: CpuExperts) -> Finding:
+    """torch's product of one row by dense matrices, as a share of plain reads in turns."""
+    spec = experts.spec
+    found: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
+    # So many that none is in a cache still when its turn comes again.
+    some = max(2, min(experts.nbytes, MOST_BYTES) // 4 // (4 * _MATRIX[0] * _MATRIX[1]))
+    matrices = {dtype: [torch.ones(_MATRIX, dtype=dtype) for _ in range(some)] for dtype in found}
+    reads = []
+    with torch.no_grad():
+        for _ in range(_ROUNDS):
+            for dtype, rates in found.items():
+                x = torch.ones(1, _MATRIX[1], dtype=dtype)
+                began = time.perf_counter()
+                for matrix in matrices[dtype]:
+                    torch.nn.functional.linear(x, matrix)
+                rates.append(sum(m.nbytes for m in matrices[dtype]) / (time.perf_counter() - began))
+            began = time.perf_counter()
+            done = experts.plain_read(0, min(spec.num_experts, 8 * spec.top_k))
+            reads.append(done / (time.perf_counter() - began))
+    share, share16 = (min(1.0, max(rates) / max(reads)) for rates in found.values())
+    value = f"one row at {share:.0%} of plain reads in float32, {share16:.0%} in bfloat16"
+    return ok("torch's products", value, share=share, share16=share16)
 
 
 def _fastest(call: Callable[[], object], rounds: int = _ROUNDS) -> float:

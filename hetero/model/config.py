@@ -13,10 +13,9 @@ from hetero.model import hf
 from hetero.model.gguf_file import locate
 from hetero.model.gguf_source import config_of
 from hetero.model.moe_types import check_type
+from hetero.model.numbers import check_numbers
 from hetero.model.shapes import read_config
 
-# Of layers, heads and experts.
-_MOST = 1_000_000
 # Fields that shape a model. transformers would fill an absent one with a default of its own, and the error
 # would show up much later as a wrong shape.
 _SHAPING_FIELDS = (
@@ -38,8 +37,8 @@ _SHAPING_FIELDS = (
 def load_config(source: str | Path | dict[str, Any]) -> hf.Config:
     """Read a config.json, the one of a folder, that of a GGUF file, or a dictionary.
 
-    Raises InputError for a file that cannot be read, an unknown or refused ``model_type`` and an absent
-    shaping field.
+    Raises InputError for a file that cannot be read, an unknown or refused ``model_type``, an absent shaping
+    field and numbers that mean nothing.
     """
     data, where = _read_config(source)
     model_type = data.get("model_type")
@@ -54,7 +53,7 @@ def load_config(source: str | Path | dict[str, Any]) -> hf.Config:
             hint += "; the model brings code of its own, which hetero never runs (trust_remote_code)"
         raise InputError(f"{where}: unknown model_type {model_type!r}{hint}")
     check_type(model_type)
-    _check_counts(data, where)
+    check_numbers(data, where)
     config_class = hf.CONFIG_MAPPING[model_type]
     _check_fields(data, config_class, where)
     try:
@@ -73,15 +72,6 @@ def _read_config(source: str | Path | dict[str, Any]) -> tuple[dict[str, Any], s
     if path.is_dir():
         path = path / "config.json"
     return read_config(path), str(path)
-
-
-def _check_counts(data: dict[str, Any], where: str, prefix: str = "") -> None:
-    """Counts size lists of transformers' own, which would fill the memory before anything else looks."""
-    for name, value in data.items():
-        if isinstance(value, dict):
-            _check_counts(value, where, f"{prefix}{name}.")
-        elif str(name).startswith(("num_", "n_")) and isinstance(value, int | float) and not value <= _MOST:
-            raise InputError(f"{where}: field '{prefix}{name}' is {value}: at most {_MOST} are possible")
 
 
 def _check_fields(data: dict[str, Any], config_class: Any, where: str, prefix: str = "") -> None:

@@ -42,6 +42,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "by_kind": inventory.by_kind(),
         },
         "dense": layout.dense,
+        "dense_of_run": plan.dense,
+        "dense_instead": plan.instead,
         "tiers": [_tier(t) for t in plan.today.tiers],
         "bound_tiers": [_tier(t) for t in (layout.gpu, layout.ram, layout.disk) if t is not None],
         "experts": {
@@ -67,6 +69,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             **_decode(plan.today.decode),
         },
         "prefill": [_prefill(p) for p in plan.prefill],
+        "expected_prefill": [_prefill(p) for p in plan.today.prompts],
         "prefill_ways": [_prefill(p) for p in plan.ways],
         "alternatives": [
             {

@@ -1,5 +1,6 @@
-"""What a decode step of fused layers takes beside reading bytes, from runs of a 125B model on an H200 with 14
-threads of a 16-core Xeon (docs/perf.md). Times in microseconds unless they say otherwise."""
+"""What runs take beside reading bytes. Steps of fused layers are from runs of a 125B model on an H200 with 14
+threads of a 16-core Xeon, torch's products on the CPU from a core of a Xeon with AMX (docs/perf.md). Times in
+microseconds unless they say otherwise."""
 
 LEAD_US = 19.0
 """Of the CPU in a layer whose experts it computes: flags, quantising, barriers. From its work under two
@@ -33,3 +34,27 @@ MISSED = 1.2
 
 EXPERT_SHARE = 0.82
 """Of plain reads beside PCIe, that the CPU's experts reach: 0.79, 0.84 and 0.96 on three hosts."""
+
+PROMPT_LAYER_MS = 5.8
+"""Of a layer and a chunk of a prompt, by fused layers: launches and the division of experts, which nothing
+overlaps. 6.5 ms with chunks of 512 tokens, 5.2 with 4096."""
+
+DENSE_SHARE = 0.85
+"""Of plain reads, that a product of one row by a matrix in float32 reaches: 0.62 to 0.99, by its size."""
+
+PACKED_GB_S = 12.0
+"""Of a core, that multiplies one row by a matrix of 16 bits which lies in its cache: each product packs or
+widens the matrix anew, which memory waits for."""
+
+MANY_ROWS_16 = {"amx": 4.7}
+MANY_ROWS_16_ELSE = 0.15
+"""Products of many rows in bfloat16, of the same in float32: by tiles, and without instructions for them,
+where torch gives 0.12 to 0.24."""
+
+ATTENTION, ATTENTION_TILES_16 = 0.75, 2.2
+"""Attention of a prompt, of products of many rows in float32: without tiles, and in 16 bits with them."""
+
+KEPT_COPY = 2.2
+KEPT_READ = 0.55
+"""Of the time that plain reads of keys and values take, on the CPU: the copy that a cache of transformers
+makes of all of them to add a token, and each query head that reads them in its turn."""

@@ -71,8 +71,12 @@ class Cpu(_Model):
     isa: Isa
     expert_share: Figure  # of plain reads that the expert operator reaches with one token, 0 to 1
     prefill_tops: Figure  # of the expert operator with many rows
-    dense_tflops: Figure  # of torch's matrix products, where there is no GPU
+    dense_tflops: Figure  # of torch's matrix products in float32, where there is no GPU
     op_us: Figure  # one operation of torch in transformers' modules, run eagerly
+    # Of plain reads, what torch's product of one row by a matrix reaches, 0 to 1; None: by ``plan.products``.
+    dense_share: Figure | None = None  # in float32
+    dense16_share: Figure | None = None  # in bfloat16
+    dense16_tflops: Figure | None = None  # of products of many rows in bfloat16
 
 
 class Ram(_Model):

@@ -21,6 +21,7 @@ class LayerState:
     token_bytes: int = 0  # that each token adds besides, whatever the dtype
     fixed_bytes: int = 0
     budget: int | None = None  # tokens that a step reads at most, where attention is sparse
+    readers: int = 1  # query heads that read each of the values
 
     def bytes(self, tokens: int, width: int) -> int:
         """Bytes of a sequence of ``tokens``, at ``width`` bytes a value."""
@@ -99,13 +100,14 @@ def _state(text: Mapping[str, Any], kind: str) -> LayerState:
         return LayerState("mla", per_token=int(text["kv_lora_rank"]) + int(text["qk_rope_head_dim"]))
     kv_heads = int(text.get("num_key_value_heads") or heads)
     per_token = 2 * kv_heads * head_dim(text)
+    readers = max(1, heads // max(1, kv_heads))
     if text.get("indexer_head_dim"):
         per_token += int(text.get("indexer_kv_heads") or 1) * int(text["indexer_head_dim"])
-        return LayerState("indexed", per_token=per_token, budget=text.get("indexer_budget"))
+        return LayerState("indexed", per_token=per_token, budget=text.get("indexer_budget"), readers=readers)
     window = text.get("sliding_window")
     if kind in ("sliding_attention", "chunked_attention") and isinstance(window, int):
-        return LayerState("sliding", per_token=per_token, window=window - 1)
-    return LayerState("attention", per_token=per_token)
+        return LayerState("sliding", per_token=per_token, window=window - 1, readers=readers)
+    return LayerState("attention", per_token=per_token, readers=readers)
 
 
 def _with_ngrams(text: Mapping[str, Any], state: LayerState) -> LayerState:

@@ -20,16 +20,17 @@ from hetero.plan.tiers import (
     Request,
     lay_out,
 )
-from hetero.plan.today import Today, in_graph, plan_today
+from hetero.plan.today import SHORT_PROMPT, Today, in_graph, plan_today
 from hetero.plan.workspace import DENSE_PACKED
 from hetero.rules.defaults import default_rules_for
 from hetero.rules.load import load_rules
 from hetero.rules.options import expected_format
 
 DENSE_WORDS = ("auto", *DENSE_WIDTH, *DENSE_PACKED)
-SHORT_PROMPT = 512
 _WORTH = 1.1  # what dense layers in 8 bits must gain to be chosen where bfloat16 fits
+_WORTH_ROUNDING = 1.05  # what bfloat16 must gain on the CPU where float32, which rounds nothing, fits as well
 _SMALLER = ("int8", "int4", "int4 g128")  # formats to fall back to where experts do not fit, in this order
+NO_GPU = "no GPU"
 FORMAT = "experts in "  # of alternatives that differ in the experts' format
 
 
@@ -62,6 +63,7 @@ class Plan:
     ways: tuple[Prefill, ...]  # all ways of the prompt asked for
     alternatives: tuple[Alternative, ...]
     waits: tuple[str, ...]  # what the bound needs and a run with these rules lacks
+    instead: str | None  # on the CPU: the other dtype that dense layers could have, and what that would give
     warnings: tuple[str, ...]
 
     @property
@@ -73,6 +75,11 @@ class Plan:
     def fits(self) -> bool:
         """Whether a run with the rules of this plan loads."""
         return self.today.why_not is None
+
+    @property
+    def dense(self) -> str:
+        """What a run has the dense layers in, which differs from the layout's where they are not fused."""
+        return self.layout.dense if self.today.fused is not None else self.today.dtype
 
     @property
     def expected(self) -> tuple[Decode, ...]:
@@ -149,6 +156,7 @@ def make_plan(
         ways=tuple(ways),
         alternatives=(),
         waits=tuple(_waits(inventory, hardware, request, layout, now)),
+        instead=_other_dtype(inventory, hardware, request, layout, now),
         warnings=tuple(_warnings(inventory, hardware, request, now)),
     )
     return replace(plan, alternatives=tuple(_alternatives(plan))) if alternatives else plan
@@ -201,12 +209,46 @@ def _layouts(inventory: Inventory, hardware: Hardware, request: Request) -> Iter
             found.append(lay_out(inventory, hardware, request, word))
         except MachineError as error:
             yield error
+    if request.dense == "auto" and [layout.dense for layout in found] == ["float32", "bfloat16"]:
+        exact, half = (_answer_s(inventory, hardware, request, layout) for layout in found)
+        if _WORTH_ROUNDING * half < exact:
+            found.reverse()
     if request.dense == "auto" and [layout.dense for layout in found] == ["bfloat16", "int8"]:
         local = Routing("local")
         wide, narrow = (decode(inventory, hardware, request, layout, local) for layout in found)
         if narrow.tok_s > _WORTH * wide.tok_s:
             found.reverse()
     yield from found
+
+
+def _answer_s(inventory: Inventory, hardware: Hardware, request: Request, layout: Layout) -> float:
+    """Seconds that a short prompt and an answer of as many tokens are expected to take."""
+    now = plan_today(inventory, hardware, request, layout, [Routing("local")])
+    prompt = now.prompts[0]
+    return prompt.ms / 1e3 + prompt.tokens / now.decode.tok_s
+
+
+def _other_dtype(
+    inventory: Inventory, hardware: Hardware, request: Request, layout: Layout, now: Today
+) -> str | None:
+    """On the CPU dense layers are float32 or bfloat16: what the one that was not chosen would give."""
+    if layout.gpu is not None or request.dense != "auto":
+        return None
+    other = "bfloat16" if layout.dense == "float32" else "float32"
+
+    def told(one: Today) -> str:
+        return f"{one.decode.tok_s:.3g} tokens/s and {one.prompts[0].tok_s:.0f} of a prompt"
+
+    try:
+        placed = lay_out(inventory, hardware, request, other)
+    except MachineError:
+        return f"{other} does not fit"
+    found = plan_today(inventory, hardware, request, placed, [Routing("local")])
+    if found.why_not is not None:
+        return f"{other} does not fit"
+    if placed.on_disk > layout.on_disk:
+        return f"{other} would leave {placed.on_disk:.0%} of the experts on disk: {told(found)}"
+    return f"{told(now)} expected; in {other} {told(found)}"
 
 
 def _waits(
@@ -272,7 +314,7 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
             vram = (plan.layout.gpu.capacity or 0) + change
             if vram >= 4 * GIB:
                 yield _alternative(plan, f"{gib(vram)} of GPU memory", hardware, replace(request, vram=vram))
-        yield _alternative(plan, "no GPU", hardware, replace(request, vram=0, dense="auto"))
+        yield _alternative(plan, NO_GPU, hardware, replace(request, vram=0, dense="auto"))
     for name in hardware_names():
         other = load_hardware(name)
         # Another machine brings its own memory; a cap of this one would say nothing about it.

@@ -30,7 +30,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class Work:
     """A chunk: what must be computed and read."""
 
     dense_ops: float
@@ -50,7 +50,8 @@ def prefill(
     return sorted(ways, key=lambda way: way.ms)
 
 
-def _work(inventory: Inventory, request: Request, tokens: int) -> _Work:
+def work_of(inventory: Inventory, request: Request, tokens: int) -> Work:
+    """Of a chunk of ``tokens``."""
     projections = sum(w.params for w in inventory.weights if w.matrix and w.kind is not Kind.HEAD)
     ops = reads = everything = 0.0
     for site in inventory.sites:
@@ -59,14 +60,15 @@ def _work(inventory: Inventory, request: Request, tokens: int) -> _Work:
         ops += 2.0 * tokens * spec.top_k * spec.params / spec.num_experts
         reads += size * distinct(spec.num_experts, spec.top_k, tokens)
         everything += size * spec.num_experts
-    return _Work(2.0 * projections * tokens, ops, reads, everything)
+    return Work(2.0 * projections * tokens, ops, reads, everything)
 
 
-def _chunks(tokens: int, most: int) -> list[int]:
+def chunks_of(tokens: int, most: int) -> list[int]:
+    """Tokens of each chunk of a prompt."""
     return [most] * (tokens // most) + ([tokens % most] if tokens % most else [])
 
 
-def _merge(tokens: int, way: str, chunks: Iterable[list[Term]]) -> Prefill:
+def merged(tokens: int, way: str, chunks: Iterable[list[Term]]) -> Prefill:
     """One term for each name, over all chunks."""
     merged: dict[str, Term] = {}
     for terms in chunks:
@@ -80,17 +82,17 @@ def _on_cpu(
     inventory: Inventory, hardware: Hardware, request: Request, layout: Layout, tokens: int
 ) -> Prefill:
     chunks = []
-    for count in _chunks(tokens, PREFILL_CHUNK):
-        work = _work(inventory, request, count)
+    for count in chunks_of(tokens, PREFILL_CHUNK):
+        work = work_of(inventory, request, count)
         terms = [
             Term("dense layers, CPU", work.dense_ops / hardware.cpu.dense_tflops.value / 1e9),
-            _cpu_experts(hardware, work.touched, work.expert_ops, hardware.ram.read_gb_s.value),
+            cpu_experts(hardware, work.touched, work.expert_ops, hardware.ram.read_gb_s.value),
         ]
-        chunks.append(terms + _from_disk(hardware, layout, work))
-    return _merge(tokens, "CPU", chunks)
+        chunks.append(terms + disk_experts(hardware, layout, work))
+    return merged(tokens, "CPU", chunks)
 
 
-def _cpu_experts(hardware: Hardware, size: float, ops: float, gb_s: float, *, beside: bool = False) -> Term:
+def cpu_experts(hardware: Hardware, size: float, ops: float, gb_s: float, *, beside: bool = False) -> Term:
     """Experts that the CPU computes: by memory or by its arithmetic, whichever is slower."""
     reading = size / gb_s / 1e6
     computing = ops / hardware.cpu.prefill_tops.value / 1e9
@@ -98,7 +100,8 @@ def _cpu_experts(hardware: Hardware, size: float, ops: float, gb_s: float, *, be
     return Term(name, max(reading, computing), int(size), gb_s, beside)
 
 
-def _from_disk(hardware: Hardware, layout: Layout, work: _Work) -> list[Term]:
+def disk_experts(hardware: Hardware, layout: Layout, work: Work) -> list[Term]:
+    """Reads of the experts that no memory holds; none where there are none."""
     if not layout.on_disk or hardware.disk is None:
         return []
     size = work.touched * layout.on_disk
@@ -122,12 +125,12 @@ def _with_gpu(
     by_touched: list[list[Term]] = []
     by_stream: list[list[Term]] = []
     by_split: list[list[Term]] = []
-    for count in _chunks(tokens, layout.chunk):
-        work = _work(inventory, request, count)
+    for count in chunks_of(tokens, layout.chunk):
+        work = work_of(inventory, request, count)
         dense = Term("dense layers, GPU", gpu_ms(work.dense_ops))
         every = Term("dense layers and experts, GPU", gpu_ms(work.dense_ops + work.expert_ops), beside=True)
-        disk = _from_disk(hardware, layout, work)
-        cpu = _cpu_experts(
+        disk = disk_experts(hardware, layout, work)
+        cpu = cpu_experts(
             hardware, work.touched * cold, work.expert_ops * cold, hardware.ram.read_gb_s.value, beside=True
         )
         hot = Term("experts, GPU memory", gpu_ms(work.expert_ops * layout.on_gpu), beside=True)
@@ -135,14 +138,14 @@ def _with_gpu(
         for chunks, size in ((by_touched, work.touched * cold), (by_stream, work.everything)):
             chunks.append([every, Term("experts, PCIe", size / copy / 1e6, int(size), copy, True), *disk])
         by_split.append([dense, *_split(hardware, work, cold), hot, *disk])
-    yield _merge(tokens, "experts on the CPU", by_cpu)
-    yield _merge(tokens, "touched experts over PCIe", by_touched)
-    yield _merge(tokens, "all experts over PCIe, layer by layer", by_stream)
+    yield merged(tokens, "experts on the CPU", by_cpu)
+    yield merged(tokens, "touched experts over PCIe", by_touched)
+    yield merged(tokens, "all experts over PCIe, layer by layer", by_stream)
     if both_rates(hardware)[1]:
-        yield _merge(tokens, "experts split between CPU and PCIe", by_split)
+        yield merged(tokens, "experts split between CPU and PCIe", by_split)
 
 
-def _split(hardware: Hardware, work: _Work, cold: float) -> list[Term]:
+def _split(hardware: Hardware, work: Work, cold: float) -> list[Term]:
     """Both finish together: the CPU takes the share that its slower limit allows."""
     cpu, pcie = both_rates(hardware)
     cpu /= hardware.cpu.expert_share.value
@@ -152,6 +155,6 @@ def _split(hardware: Hardware, work: _Work, cold: float) -> list[Term]:
     share = by_pcie / (by_pcie + by_cpu) if by_pcie + by_cpu else 0.0
     rest = size * (1 - share)
     return [
-        _cpu_experts(hardware, size * share, ops * share, cpu, beside=True),
+        cpu_experts(hardware, size * share, ops * share, cpu, beside=True),
         Term("experts, PCIe", rest / pcie / 1e6, int(rest), pcie, True),
     ]

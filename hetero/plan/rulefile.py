@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 
 from hetero.plan.inventory import TABLES, Kind
@@ -10,6 +11,7 @@ from hetero.plan.planner import Plan
 from hetero.plan.sizes import gib
 
 _WIDTH = 100
+_THIS, _MODEL = "THIS FILE", "MODEL"
 
 
 def rule_file(plan: Plan) -> str:
@@ -21,7 +23,7 @@ def rule_file(plan: Plan) -> str:
     )
     lines = [
         *_comment(f"Written by hetero plan for {plan.model} on {plan.hardware.name}."),
-        *_comment(f"Made for: {command(plan, 'THIS FILE')}"),
+        *_comment(f"Made for: {command(plan, _THIS)}"),
         *(line for tier in _tiers(plan) for line in _comment(tier)),
         *_comment(
             "Decode, expected: "
@@ -64,13 +66,20 @@ def rule_file(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def command(plan: Plan, file: str) -> str:
-    """The run that a plan is made for, by its rules in ``file``."""
-    request = plan.request
-    words = [f"hetero run MODEL --rules {file} --ctx {request.context}"]
-    if plan.today.fused is None:
+def command(plan: Plan, file: str | None, model: str = _MODEL) -> str:
+    """The run that a plan of ``model`` is made for, by its rules in ``file``; None: by ``--auto``."""
+    request, layout = plan.request, plan.layout
+    many = request.concurrency > 1
+    chosen = "--auto" if file is None else f"--rules {file if file == _THIS else shlex.quote(file)}"
+    words = [
+        f"hetero {'serve' if many else 'run'} {model if model == _MODEL else shlex.quote(model)} {chosen}"
+    ]
+    words.append(f"--ctx {request.context}")
+    if many:
+        words.append(f"--slots {request.concurrency}")
+    if file is not None and plan.today.fused is None:
         words.append(f"--dtype {plan.dtype}")
-    elif request.vram is not None:
+    elif request.vram is not None and layout.gpu is not None:
         words.append(f"--vram {request.vram // 2**20}MiB")
     return " ".join(words)
 

@@ -178,9 +178,9 @@ def lay_out(inventory: Inventory, hardware: Hardware, request: Request, dense: s
         gpu.add("keys, values and states", kept)
         gpu.require(
             "the plan",
-            "a smaller --ctx or --concurrency, "
-            + ("" if dense in DENSE_PACKED else "dense layers in 8 bits (--dense int8), ")
-            + "or --vram 0 for the CPU alone",
+            "a smaller --ctx or --concurrency"
+            + ("" if dense in DENSE_PACKED else ", or dense layers in 8 bits (--dense int8)")
+            + " would take less",
         )
         staging = 0 if fused else STAGING
         # In a format that no kernel of a GPU reads the CPU computes all.

@@ -17,6 +17,9 @@ from hetero.plan import constants
 from hetero.plan.estimate import estimate
 from hetero.plan.hardware import Hardware
 from hetero.plan.inventory import Inventory, Kind
+from hetero.plan.prefill import Prefill
+from hetero.plan.products import passes, row_gb_s
+from hetero.plan.prompt import expected_prefill
 from hetero.plan.roofline import (
     Decode,
     Term,
@@ -40,11 +43,15 @@ from hetero.plan.tiers import (
     place_table,
     reordered_bytes,
     sequences_bytes,
+    value_width,
 )
 from hetero.plan.workspace import DENSE_PACKED, fused_rules
 
 GRAPHED_TOKENS = 4096
 """Of a sequence up to which steps of transformers' modules are graphs."""
+
+SHORT_PROMPT = 512
+"""Tokens of the shorter of the prompts that are told."""
 
 _PLAIN = ("attention", "sliding", "mla")  # states whose caches hold keys and values alone
 HOP_US = 60.0  # a layer's activations to the CPU and back by blocking copies
@@ -60,6 +67,7 @@ class Today:
     tier: str  # of the other experts: ram or disk
     ram_share: float  # of the other experts that main memory holds
     steps: tuple[Decode, ...]  # what a decode step is expected to take, by routing
+    prompts: tuple[Prefill, ...]  # what prompts are expected to take, of the plan's lengths
     why_not: str | None  # what keeps it from loading
     fused: str | None = None  # the rule file that fuses the model's layers
     table: str = ""  # where an n-gram table is: ram or disk
@@ -75,10 +83,19 @@ def plan_today(
     inventory: Inventory, hardware: Hardware, request: Request, layout: Layout, routings: Sequence[Routing]
 ) -> Today:
     """What can be run, within the memory of ``layout``. ``routings``: local among them."""
+
+    def prompts(run: Layout, *, fused: bool = False, gpu_share: float = 0.0) -> tuple[Prefill, ...]:
+        lengths = sorted({min(SHORT_PROMPT, request.prompt), request.prompt})
+        return tuple(
+            expected_prefill(inventory, hardware, request, run, n, fused=fused, gpu_share=gpu_share)
+            for n in lengths
+        )
+
     if (fused := _fused(inventory, layout)) is not None:
         steps = tuple(estimate(inventory, hardware, request, layout, one) for one in routings)
         tiers = tuple(tier for tier in (layout.gpu, layout.ram, layout.disk) if tier is not None)
-        return Today("bfloat16", (), "ram", 1.0, steps, None, fused, layout.table, tiers)
+        told = prompts(layout, fused=True)
+        return Today("bfloat16", (), "ram", 1.0, steps, told, None, fused, layout.table, tiers)
     dtype = "bfloat16" if layout.dense in DENSE_PACKED else layout.dense
     gpu, gpu_layers, why_not = _on_gpu(inventory, request, layout, dtype)
     ram, disk = Tier(layout.ram.name, layout.ram.capacity), Tier(layout.disk.name, None)
@@ -93,6 +110,7 @@ def plan_today(
             modules_step(inventory, hardware, request, run, one, gpu_layers=gpu_layers, share=share)
             for one in routings
         ),
+        prompts=prompts(run, gpu_share=len(gpu_layers) / len(inventory.sites) if gpu_layers else 0.0),
         why_not=why_not or missing,
         table=table,
         tiers=tuple(tier for tier in (gpu, ram, disk) if tier is not None),
@@ -188,6 +206,20 @@ def _shortage(tier: Tier) -> str | None:
     return None
 
 
+def _dense_on_cpu(inventory: Inventory, hardware: Hardware, request: Request, layout: Layout) -> list[Term]:
+    """Dense layers, keys and values as torch's operations go over them."""
+    width = value_width(layout.dense)
+    kept = [s.read_bytes(request.context, width) * passes(s) for s in inventory.states]
+    return [
+        read_term("dense layers, CPU", inventory.read_params * width, row_gb_s(hardware, width)),
+        read_term(
+            "keys and values, copied and read",
+            request.concurrency * sum(kept),
+            hardware.ram.read_gb_s.value,
+        ),
+    ]
+
+
 def modules_step(
     inventory: Inventory,
     hardware: Hardware,
@@ -201,8 +233,12 @@ def modules_step(
     """A step of transformers' modules: without drafts, cache, PCIe share or graph. ``gpu_layers``: whose
     experts lie on the GPU; ``share``: of the others, that main memory holds."""
     streams = request.concurrency
-    terms = [*dense_terms(inventory, hardware, layout, fallback=True)]
-    terms.append(kept_term(inventory, hardware, request, layout))
+    on_cpu = layout.gpu is None
+    if on_cpu:
+        terms = _dense_on_cpu(inventory, hardware, request, layout)
+    else:
+        terms = [*dense_terms(inventory, hardware, layout, fallback=True)]
+        terms.append(kept_term(inventory, hardware, request, layout))
     operations = eager_operations(inventory)
     graphed = in_graph(inventory, request, layout, share)
     if graphed:
@@ -224,7 +260,7 @@ def modules_step(
         terms.append(read_term("experts, GPU", by_gpu, hardware.gpu.read_gb_s.value))
     rate = hardware.ram.read_gb_s.value * hardware.cpu.expert_share.value
     terms.append(read_term("experts, CPU", by_cpu, rate))
-    if layout.gpu is not None:
+    if not on_cpu:
         hops = len(inventory.sites) - len(gpu_layers)
         if graphed and hardware.handoff_us is not None:
             terms.append(Term("hand-off", hops * hardware.handoff_us.value / 1e3))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from hetero.formats import Format
-from hetero.plan.hardware import Both, Cpu, Figure, Gpu, Hardware, Pcie, Ram
+from hetero.plan.hardware import Both, Figure, Gpu, Hardware, Pcie, Ram
 from hetero.plan.inventory import Inventory
 from hetero.plan.machine import gpu_named, this_machine
 from hetero.plan.prefill import Prefill, prefill
@@ -37,15 +37,8 @@ def hardware_of(rates: Rates, gpu_name: str | None, gpu_bytes: int = 0) -> Hardw
     operator counts as perfect."""
     base = this_machine()
     read = median(rates.cpu)
-    cpu = Cpu(
-        name=base.cpu.name,
-        cores=base.cpu.cores,
-        isa=base.cpu.isa,
-        expert_share=Figure(measured=1.0, source="plain reads are the bound"),
-        prefill_tops=base.cpu.prefill_tops,
-        dense_tflops=base.cpu.dense_tflops,
-        op_us=base.cpu.op_us,
-    )
+    perfect = Figure(measured=1.0, source="plain reads are the bound")
+    cpu = base.cpu.model_copy(update={"expert_share": perfect})
     gpu: Gpu | None = None
     pcie: Pcie | None = None
     handoff: Figure | None = None

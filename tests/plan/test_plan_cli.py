@@ -13,13 +13,14 @@ from typer.testing import CliRunner, Result
 
 from hetero import cli, stats
 from hetero.core import InputError
+from hetero.model.config import load_config
 from hetero.model.shapes import resolve_model, shape_names
 from hetero.plan.quantised import kept_format
 from hetero.plan.sizes import gib, parse_size
 from hetero.rules.explain import explain, totals
 from hetero.rules.load import load_rules
 from hetero.rules.matching import match
-from tests.plan.example import machine, shape
+from tests.plan.example import QWEN3_MOE, machine, shape
 
 FLAGSHIP = "synthetic:qwen3.8-flash-next-125b"
 
@@ -97,10 +98,11 @@ def test_written_rules_are_accepted(name: str, hardware: str, tmp_path: Path) ->
     import torch
 
     from hetero.model.build import build_meta, describe
-    from hetero.model.config import load_config
 
     file = tmp_path / "rules.yaml"
-    written = call(f"synthetic:{name}", "--hardware", hardware, "--ram", "768GiB", "--write", file, "--json")
+    written = call(
+        f"synthetic:{name}", "--hardware", hardware, "--ram", "768GiB", "--write", file, "--force", "--json"
+    )
     told = json.loads(written.stdout)
     modules = describe(build_meta(load_config(shape(name)), torch.float32))
     rules = load_rules(file)
@@ -153,6 +155,30 @@ def test_wrong_options(args: tuple[str, ...], message: str) -> None:
     assert message in refused(2, FLAGSHIP, *given)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("num_experts", -128, "is -128: must not be negative"),
+        ("num_experts", 1e9, "must be a whole number"),
+        ("num_experts", 10**9, "at most 1000000 are possible"),
+        ("num_experts_per_tok", 0, "is 0: a token takes from 1 to all 8 experts"),
+        ("num_experts_per_tok", 9, "is 9: a token takes from 1 to all 8 experts"),
+        ("hidden_size", 0, "is 0: must be at least 1"),
+        ("vocab_size", "many", "is 'many': must be a whole number"),
+        ("moe_intermediate_size", 32.5, "is 32.5: must be a whole number"),
+        ("num_hidden_layers", True, "is True: must be a whole number"),
+    ],
+)
+def test_numbers_that_mean_nothing(field: str, value: object, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**QWEN3_MOE, field: value}))
+    told = refused(2, file, "--hardware", "cpu-epyc9354")
+    assert f"{file}: field '{field}' " in told
+    assert words in told
+    with pytest.raises(InputError, match=field):
+        load_config(file)
+
+
 def test_unknown_models() -> None:
     assert "did you mean" in refused(2, "synthetic:qwen3-30b", "--hardware", "rtx4090-7950x")
 
@@ -177,6 +203,57 @@ def test_rules_that_do_not_load_are_told_first_and_exit_with_3(tmp_path: Path) -
     assert told.exit_code == 3
     assert json.loads(told.stdout)["fits"] is False
     assert json.loads(told.stdout)["today"]["why_not"] is not None
+
+
+def test_rules_that_do_not_load_are_not_written(tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    args = (FLAGSHIP, "--hardware", "rtx4090-7950x", "--vram", "10GiB", "--ram", "48GiB", "--write", file)
+    done = call(*args)
+    assert done.exit_code == 3
+    assert not file.exists()
+    assert "nothing was written, since a run with these rules does not fit; --force" in done.stderr
+    forced = call(*args, "--force")
+    assert forced.exit_code == 3
+    assert load_rules(file).rules
+    assert f"wrote {file}" in forced.stderr
+
+
+def test_the_cpu_alone_is_named_where_the_gpu_is_too_small(tmp_path: Path) -> None:
+    model = ("synthetic:qwen3-30b-a3b", "--hardware", "rtx4090-7950x", "--vram", "1GiB")
+    told = refused(3, *model)
+    assert "it fits by --vram 0, on the CPU alone: " in told
+    assert "--vram 0" not in refused(3, *model, "--ram", "2GiB")
+    assert call(*model[:3], "--vram", "0").exit_code == 0
+
+
+def test_the_next_command_is_told(tmp_path: Path) -> None:
+    model = "synthetic:qwen3-30b-a3b"
+    done = call(model, "--hardware", "rtx4090-7950x", "--vram", "16GiB", "--ctx", 2048)
+    last = done.stdout.splitlines()[-1]
+    assert last == (
+        f"next: the same with --write rules.yaml, then hetero run {model} --rules rules.yaml --ctx 2048 "
+        "--vram 16384MiB --prompt-ids 1,2,3"
+    )
+    file = tmp_path / "my rules.yaml"
+    done = call(
+        model, "--hardware", "cpu-epyc9354", "--concurrency", 2, "--write", file, "--dense", "float32"
+    )
+    last = done.stdout.splitlines()[-1]
+    assert last == f"next: hetero serve {model} --rules '{file}' --ctx 4096 --slots 2 --dtype float32"
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(QWEN3_MOE))
+    last = call(config).stdout.splitlines()[-1]
+    assert last == "next: hetero run MODEL_FOLDER --auto --ctx 4096 -p TEXT"
+
+
+def test_dense_layers_are_told_as_the_run_has_them() -> None:
+    """With 64 GiB layers are not fused, and modules keep bfloat16 where the bound has 8 bits."""
+    done = call(FLAGSHIP, "--hardware", "rtx4090-7950x")
+    assert "dense layers in bfloat16, 4096 tokens x 1" in done.stdout
+    told = call("synthetic:qwen3-30b-a3b", "--hardware", "cpu-epyc9354").stdout
+    assert "dense layers in bfloat16: " in told
+    assert "; in float32 " in told
+    assert "expected, prefill of 512 tokens: " in told
 
 
 def test_another_format_is_named_where_it_decides() -> None:
