@@ -170,6 +170,22 @@ def test_what_is_brought_crosses_once(generator: torch.Generator) -> None:
     assert beyond(experts, decoded(experts), hybrid.collect(), wanted, given) < EXACT
 
 
+def test_halves_that_take_turns_count_alike(generator: torch.Generator) -> None:
+    """What either of them uses is learned from, and moves come once both are through."""
+    hybrid = make(SPEC, "int4", 9, 0.5, generator)
+    hybrid.shared.turns = True
+    halves = [inputs(SPEC, rows, generator) for rows in (2, 1)]
+    for half in halves:
+        hybrid.submit(*(part.to(DEVICE) for part in half))
+    hybrid.collect()
+    assert not any(hybrid.uses())
+    hybrid.collect()
+    hybrid.shared.join()
+    named = torch.cat([ids.flatten() for _, ids, _ in halves])
+    named = named[(named >= 0) & (named < SPEC.num_experts)]
+    assert hybrid.uses() == torch.bincount(named, minlength=SPEC.num_experts).tolist()
+
+
 @pytest.mark.skipif(CUDA, reason="it counts what the interpreter runs")
 @pytest.mark.parametrize(("early", "wanted"), [(True, ["bring", "fetch"]), (False, ["choose", "fetch"])])
 def test_a_layer_is_few_launches(

@@ -158,6 +158,7 @@ class HybridExperts:
         # Recorded by ``collect`` where the GPU has nothing left to do but to wait for the CPU.
         self.before_wait: Callable[[], None] | None = None
         self._pending: deque[_Step] = deque()
+        self._used: list[Tensor] = []  # ids of steps whose moves wait for those of the last one
         self.launch: ExpertLaunch | None = None
         if arena is not None:
             check_format(spec, experts.format, self.device, experts.down_format)
@@ -251,17 +252,22 @@ class HybridExperts:
         if not self._pending:
             raise RuntimeError(f"collect of layer {self.layer}, which was not submitted")
         step = self._pending.popleft()
-        moves = self.cache.moves > 0 and not self.shared.at_once and not self._pending
+        moves, ids = False, step.ids
         most = self.shared.most_of(step.rows)
+        if self.cache.moves > 0 and not self.shared.at_once:
+            self._used.append(step.ids)
+            moves = not self._pending
         if moves:
-            self.shared.fork(self.layer, step.ids, lambda ids: self.cache.choose(ids, most))
+            ids = ids if len(self._used) == 1 else torch.cat(self._used)
+            self._used.clear()
+            self.shared.fork(self.layer, ids, lambda ids: self.cache.choose(ids, most))
         try:
             return self._sum(step, extra)
         finally:
             # Not before: the flag and the CPU's sum would wait behind experts on PCIe. But whatever happens:
             # what was chosen counts as there.
             if moves:
-                self.shared.fork(self.layer, step.ids, lambda _: self._fetch())
+                self.shared.fork(self.layer, ids, lambda _: self._fetch())
             if step.later is not None:
                 self.shared.unstage()
 
@@ -299,6 +305,7 @@ class HybridExperts:
     def forget(self) -> None:
         """A recording was given up: what was submitted will not be collected."""
         self._pending.clear()
+        self._used.clear()
         self.shared.unstage()
 
     def prefill(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
