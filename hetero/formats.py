@@ -172,17 +172,9 @@ def on_gpu(fmt: Format) -> bool:
     return fmt.name in GPU_FORMATS and not fmt.blocks
 
 
-def valid_formats() -> list[str]:
-    """Every format that weights can be put into, as ``parse_format`` accepts it."""
-    return _spelled(kept_only=False)
-
-
-def kept_formats() -> list[str]:
-    """Every format that only keeps the values of checkpoints that have it."""
-    return _spelled(kept_only=True)
-
-
-def _spelled(*, kept_only: bool) -> list[str]:
+def valid_formats(*, kept_only: bool = False) -> list[str]:
+    """Every format that weights can be put into, as ``parse_format`` accepts it; ``kept_only``: every other,
+    which only keeps the values of checkpoints that have it."""
     names = [name for name, kind in _KINDS.items() if kind.kept_only == kept_only]
     plain = [name for name in names if not _KINDS[name].group and name not in _GROUPED]
     grouped = [f"{name} g{group}" for name in names if name in _GROUPED for group in GROUPS]

@@ -13,41 +13,41 @@ from typing import Any, TypeAlias
 # A fifth of the time that the import of so much code takes is the search for garbage in it.
 _collects = gc.isenabled()
 gc.disable()
-
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, logging
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DummyLayer,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-    StaticLayer,
-)
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Chunk,
-    Concatenate,
-    Interleave,
-    MergeModulelist,
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-)
-
-if _collects:
-    gc.enable()
+try:
+    from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, logging
+    from transformers.cache_utils import (
+        CacheLayerMixin,
+        DummyLayer,
+        DynamicIndexedLayer,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionCacheLayerMixin,
+        StaticLayer,
+    )
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        Chunk,
+        Concatenate,
+        Interleave,
+        MergeModulelist,
+        Transpose,
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    )
+finally:
+    if _collects:
+        gc.enable()
 
 __all__ = [
     "ALL_ATTENTION_FUNCTIONS",

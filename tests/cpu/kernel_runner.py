@@ -7,7 +7,7 @@ import torch
 
 from hetero._cpu import kernels
 from hetero.core import ActKind
-from hetero.formats import BLOCK_ROWS, FP8, Format, kept_formats, padded_k, parse_format, valid_formats
+from hetero.formats import BLOCK_ROWS, FP8, Format, padded_k, parse_format, valid_formats
 from hetero.quant import k_formats
 from hetero.quant.iq_tables import TABLES as IQ_TABLES
 from hetero.quant.iq_tables import UNUSED
@@ -16,7 +16,7 @@ from hetero.quant.pack import code_shapes, dequantise, pack_codes, quantise
 GEMV, GEMM, BULK = 0, 1, 2
 CLASSES = (GEMV, GEMM, BULK)
 FORMATS = [parse_format(text) for text in valid_formats()]
-KEPT = [parse_format(text) for text in kept_formats()]
+KEPT = [parse_format(text) for text in valid_formats(kept_only=True)]
 TABLES: list[str] = kernels.table_names()
 KINDS = {kind: number for number, kind in enumerate(ActKind)}
 

@@ -13,19 +13,19 @@ pytest.importorskip("triton", reason="triton is not installed")
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-from hetero.formats import parse_format
+from hetero.formats import Format, parse_format
 from hetero.ops.gpu.attention import (
     AttentionShape,
     AttentionWeights,
     PagedKeys,
     attention_rows,
-    attention_step,
 )
 from hetero.ops.gpu.fused import plain_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 PAGE = 4
+PLAIN = Format("bf16")  # rows of values as they are
 
 
 def layer(kind: str) -> tuple[Any, Any, AttentionShape, AttentionWeights]:
@@ -80,7 +80,7 @@ def test_steps_equal_the_whole_sequence(kind: str, generator: torch.Generator) -
             tokens = torch.stack([x[row, t] for row, t in enumerate(rows)])
             projected = tuple(getattr(module, name)(tokens) for name in ("q_proj", "k_proj", "v_proj"))
             where = pages, torch.tensor(slots, device=DEVICE), torch.tensor(rows, device=DEVICE)
-            one = attention_step(shape, weights, cache, projected, where)
+            one = attention_rows(PLAIN, shape, weights, cache, projected, where).q
             for row, slot in enumerate(slots):
                 if slot >= 0:
                     got[row, at[row]] = module.o_proj(one[row])
@@ -101,7 +101,7 @@ def test_windows_and_sinks(window: int, generator: torch.Generator) -> None:
     sinks = torch.randn(6, generator=generator).to(device)
     weights = AttentionWeights(torch.zeros(4, device=device), sinks=sinks)
     where = pages, torch.tensor([0], device=device), torch.tensor([length - 1], device=device)
-    got = attention_step(shape, weights, cache, (q, k, v), where).double().cpu()
+    got = attention_rows(PLAIN, shape, weights, cache, (q, k, v), where).q.double().cpu()
 
     order = pages[0].long()
     keys, values = (part[order].flatten(0, 1)[:length].double().cpu() for part in (cache.keys, cache.values))
@@ -126,7 +126,7 @@ def test_rows_are_those_of_the_values(dim: int, generator: torch.Generator) -> N
     weights = AttentionWeights(torch.rand(4, generator=generator).to(DEVICE))
     where = pages, torch.tensor([-1, 0], device=DEVICE), torch.tensor([7, 9], device=DEVICE)
     given = shape, weights, cache, joined.split([6 * dim, dim, dim], 1), where
-    values = attention_step(*given)  # type: ignore[arg-type]
+    values = attention_rows(PLAIN, *given).q  # type: ignore[arg-type]
     assert not values[0].any()
     for ours, plain in zip(attention_rows(fmt, *given), plain_rows(fmt, values), strict=True):  # type: ignore[arg-type]
         assert torch.equal(ours, plain)

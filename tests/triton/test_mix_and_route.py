@@ -12,10 +12,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4_exp
 
-from hetero.formats import parse_format
+from hetero.formats import Format, parse_format
 from hetero.ops.gpu.feed import feed
 from hetero.ops.gpu.fused import plain_rows
-from hetero.ops.gpu.mix import MixWeights, mix_rows, mix_streams
+from hetero.ops.gpu.mix import MixWeights, mix_rows
 from hetero.ops.gpu.route import argmax, route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,7 +58,7 @@ def test_streams_of_two_blocks(generator: torch.Generator) -> None:
                 config.rms_norm_eps,
             )
             again = streams.clone()
-            mixed, ours = mix_streams(weights, streams, *previous, **added)
+            _, mixed, ours = mix_rows(Format("bf16"), weights, streams, *previous, **added)
             rows, x, _ = mix_rows(fmt, weights, again, *previous, **added)
             assert torch.equal(x, mixed)
             assert torch.equal(again, streams)

@@ -128,14 +128,3 @@ def joined_rows(
 def head_width(dim: int) -> int:
     """Columns of a head in kernels that multiply matrices: a power of two, of which they take 16 at least."""
     return max(16, int(triton.next_power_of_2(dim)))
-
-
-def attention_step(
-    shape: AttentionShape,
-    weights: AttentionWeights,
-    cache: PagedKeys,
-    projected: tuple[Tensor, Tensor, Tensor],
-    where: tuple[Tensor, Tensor, Tensor],
-) -> Tensor:
-    """The values of ``attention_rows``: [T, q_heads * dim] in the dtype of the queries."""
-    return attention_rows(_VALUES, shape, weights, cache, projected, where).q

@@ -107,16 +107,3 @@ def mix_rows(
         DEPTH=min(max(triton.next_power_of_2(weights.rank), 16), rank_depth), num_warps=mix_warps, **sizes,
     )  # fmt: skip
     return Mixed(made, out, given)
-
-
-def mix_streams(
-    weights: MixWeights,
-    streams: Tensor,
-    block_out: Tensor | None,
-    inject: Tensor | None,
-    *,
-    shared: Tensor | None = None,
-    gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(x, inject) of ``mix_rows``."""
-    return mix_rows(Format("bf16"), weights, streams, block_out, inject, shared=shared, gate=gate)[1:]
