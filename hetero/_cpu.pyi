@@ -123,6 +123,8 @@ class kernels:  # noqa: N801 - a submodule: single kernels, for tests and benchm
     def pack_matrix(
         format: int, group: int, data: int, type: int, n: int, k: int, row_stride: int, col_stride: int
     ) -> Any: ...
+    @staticmethod
+    def pack_codes(format: int, group: int, codes: Any, scales: Any, extra: Any | None) -> Any: ...
 
 class fields:  # noqa: N801 - a submodule: codes out of words
     @staticmethod

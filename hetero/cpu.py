@@ -30,6 +30,7 @@ from hetero.cpu_weights import DTYPES, PackedExperts, Part, checksum, packed_nby
 from hetero.formats import Format
 from hetero.hw import memory
 from hetero.kernel_choice import kernel_choice
+from hetero.quant.pack import Codes, check_codes
 
 __all__ = [
     "MOST_ROWS",
@@ -47,6 +48,7 @@ __all__ = [
     "machine",
     "open_channel",
     "pack_matrix",
+    "pack_quantised",
     "packed_nbytes",
     "pick_isa",
     "probes",
@@ -269,6 +271,25 @@ def pack_matrix(fmt: Format, weight: Tensor) -> Tensor:
     try:
         packed = _cpu.kernels.pack_matrix(fmt.code, fmt.group, weight.data_ptr(), kind, n, k, *strides)
     except (ValueError, OverflowError) as error:
+        raise InputError(f"a matrix of {n} x {k} in {fmt}: {error}") from None
+    return torch.from_numpy(packed)
+
+
+def pack_quantised(fmt: Format, values: Codes) -> Tensor:
+    """One matrix that is quantised in the format already, as ``pack_matrix`` gives it, no value changed.
+
+    Raises InputError on other types or shapes than ``quant.pack.pack_codes`` takes, and codes that are no
+    numbers.
+    """
+    codes, scales, extra = check_codes(fmt, *values, values=False)
+    n, k = codes.shape
+    sides = [
+        None if part is None else part.reshape(len(part), -1).view(torch.uint8).numpy()
+        for part in (scales, extra)
+    ]
+    try:
+        packed = _cpu.kernels.pack_codes(fmt.code, fmt.group, codes.numpy(), *sides)
+    except ValueError as error:
         raise InputError(f"a matrix of {n} x {k} in {fmt}: {error}") from None
     return torch.from_numpy(packed)
 

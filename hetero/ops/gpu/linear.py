@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hetero.core import InputError
-from hetero.cpu import pack_matrix
+from hetero.cpu import pack_matrix, pack_quantised
 from hetero.formats import BLOCK_ROWS, FP8, Format, parse_format
 from hetero.ops.gpu import linear_kernels
 from hetero.ops.gpu.packed import matrix_sizes
-from hetero.quant.pack import Codes, pack_codes
+from hetero.quant.pack import Codes
 
 # Up to so many rows weights are used as they are; beyond it they are decoded first.
 _FEW = 16
@@ -66,7 +66,7 @@ class PackedLinear(nn.Module):
     def take_codes(self, fmt: Format, codes: Codes) -> Callable[[], None]:
         """Pack the whole weight's codes in a format that it ``keeps``, on any thread; the call puts them in
         the place of the weights. Raises InputError for codes that are no numbers."""
-        packed = pack_codes(fmt, *codes)
+        packed = pack_quantised(fmt, codes)
 
         def put() -> None:
             assert self.source is not None
