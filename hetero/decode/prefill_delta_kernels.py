@@ -29,7 +29,8 @@ def _unit(pointers, known):
     return x * tl.rsqrt(tl.sum(x * x, 1) + L2_EPS)[:, None]
 
 
-@triton.jit
+# Prompts of any length are read by the same kernels: none is compiled while somebody waits for a first token.
+@triton.jit(do_not_specialize=("count", "start"))
 def convolve(
     x, ring, weight, out, count, start, stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -53,7 +54,7 @@ def convolve(
     tl.store(out + token.to(tl.int64) * CHANNELS + channel, total * tl.sigmoid(total), here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("count",))
 def solve(
     acted, a, b, a_log, dt_bias, changes, reads, queries, keys, seen, fades, count, a_stride, b_stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -119,7 +120,7 @@ def solve(
     tl.store(changes + place * VALUE_DIM + to[None, :], _dot(inverse, value * beta[:, None], PLAIN), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("count", "chunks"))
 def scan(
     changes, reads, queries, keys, seen, fades, states, out, count, chunks,
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr,

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Prompts of any length are read by the same kernel: none is compiled while somebody waits for a first token.
+@triton.jit(do_not_specialize=("count", "start"))
 def rotate(
     x, weight, inverse_frequencies, out, count, start, stride, head_stride, eps, rope_scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, ROWS: tl.constexpr,
