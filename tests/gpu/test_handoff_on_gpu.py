@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from hetero.core import ExpertSpec, HeteroError
 from hetero.cpu import CpuExperts
+from hetero.engine.gpu.gate import FlagGate
 from hetero.engine.handoff import Handoff, HandoffError
-from hetero.engine.handoff_backends import GPU_BACKENDS, SpinBackend, make_backend
+from hetero.engine.handoff_backends import GPU_BACKENDS, GpuBackend, SpinBackend, make_backend
 from hetero.formats import parse_format
 from tests.cpu.reference import fill, random_weights
 
@@ -160,6 +162,30 @@ def test_a_waiting_kernel_gives_up(experts: list[CpuExperts], monkeypatch: pytes
     at = handoff._layout.fault(0)
     assert handoff._memory[at : at + 4].view(torch.int32).item() == 1
     handoff.close()
+
+
+def test_a_gate_gives_up(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever backend: what nobody opens in time ends, and says so; the next replay waits anew."""
+    monkeypatch.setattr(GpuBackend, "limit_s", 0.2)
+    made: Any = make_backend(backend, "cuda")
+    gate = FlagGate(made, 1)
+    host, there = torch.zeros(4, pin_memory=True), torch.full((4,), float("nan"), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gate.record(0)
+        there.copy_(host, non_blocking=True)
+    for brought, opens in ((1.0, True), (2.0, False), (3.0, True)):
+        gate.shut(0)
+        start = time.monotonic()
+        graph.replay()
+        host.fill_(brought)
+        if opens:
+            gate.open(0)
+        torch.cuda.synchronize()
+        assert time.monotonic() - start < 2.0
+        assert gate.failed(0) != opens
+        if opens:
+            assert there.tolist() == [brought] * 4
 
 
 def test_auto_takes_the_faster_one_that_works() -> None:
