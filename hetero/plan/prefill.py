@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from hetero.plan.hardware import Hardware
 from hetero.plan.inventory import Inventory, Kind
+from hetero.plan.products import many_tflops
 from hetero.plan.roofline import Term, both_rates, total_ms
 from hetero.plan.routing import distinct
-from hetero.plan.tiers import PREFILL_CHUNK, Layout, Request, one_expert_bytes
+from hetero.plan.tiers import PREFILL_CHUNK, Layout, Request, one_expert_bytes, value_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +83,11 @@ def _on_cpu(
     inventory: Inventory, hardware: Hardware, request: Request, layout: Layout, tokens: int
 ) -> Prefill:
     chunks = []
+    tflops = max(many_tflops(hardware, 4), many_tflops(hardware, value_width(layout.dense)))
     for count in chunks_of(tokens, PREFILL_CHUNK):
         work = work_of(inventory, request, count)
         terms = [
-            Term("dense layers, CPU", work.dense_ops / hardware.cpu.dense_tflops.value / 1e9),
+            Term("dense layers, CPU", work.dense_ops / tflops / 1e9),
             cpu_experts(hardware, work.touched, work.expert_ops, hardware.ram.read_gb_s.value),
         ]
         chunks.append(terms + disk_experts(hardware, layout, work))

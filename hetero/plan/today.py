@@ -213,7 +213,7 @@ def _dense_on_cpu(inventory: Inventory, hardware: Hardware, request: Request, la
     return [
         read_term("dense layers, CPU", inventory.read_params * width, row_gb_s(hardware, width)),
         read_term(
-            "keys and values, copied and read",
+            f"keys and values of {request.context} tokens, copied and read",
             request.concurrency * sum(kept),
             hardware.ram.read_gb_s.value,
         ),

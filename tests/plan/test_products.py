@@ -52,7 +52,7 @@ def test_a_step_on_the_cpu(dtype: str, width: int) -> None:
     assert dense.ms == pytest.approx(dense.bytes / row_gb_s(here, width) / 1e6)
     # Two layers of keys and values of two heads of 16, which two query heads each read, after a copy.
     passes = constants.KEPT_COPY + max(1.0, 2 * constants.KEPT_READ)
-    kept = terms["keys and values, copied and read"]
+    kept = terms["keys and values of 1000 tokens, copied and read"]
     assert kept.bytes == pytest.approx(2 * 2 * 2 * 16 * 1000 * width * passes)
     assert plan.expected[0].tok_s < plan.decode[0].tok_s
 
