@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from hetero.cpu import threads
 from hetero.formats import Format
 from hetero.plan.hardware import Both, Figure, Gpu, Hardware, Pcie, Ram
 from hetero.plan.inventory import Inventory
@@ -38,7 +39,8 @@ def hardware_of(rates: Rates, gpu_name: str | None, gpu_bytes: int = 0) -> Hardw
     base = this_machine()
     read = median(rates.cpu)
     perfect = Figure(measured=1.0, source="plain reads are the bound")
-    cpu = base.cpu.model_copy(update={"expert_share": perfect})
+    # Rates are of the threads of this run, which may be fewer than the cores.
+    cpu = base.cpu.model_copy(update={"expert_share": perfect, "cores": threads()})
     gpu: Gpu | None = None
     pcie: Pcie | None = None
     handoff: Figure | None = None
