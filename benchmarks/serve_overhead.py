@@ -5,7 +5,8 @@
 
 The same request goes to the engine of ``hetero run`` and to a running ``hetero serve`` in turns, so that what
 else the machine does meets both. The server's times are those that a client sees on its socket, the run's
-those of the engine itself.
+those of the engine itself. A short request that is not counted goes before each: memory that a process has
+not touched for seconds is slow to come back, which is the machine's and meets ``hetero run`` as well.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from urllib.parse import urlsplit
 
 from served import serving
 
+# Tokens of a request that only warms.
+WARM = 8
 PROMPT = "Once upon a time there was a whale that"
 
 
@@ -134,15 +137,23 @@ def streams(url: str, tokens: int, count: int) -> float:
 
 def measure(url: str, alone: Alone, rounds: int, tokens: int) -> dict[str, Any]:
     """All figures. What is compared ran one after the other, and the median is that of the comparisons."""
-    alone.run(tokens)
-    stream_once(url, tokens)
+
+    def of_run() -> tuple[float, float]:
+        alone.run(WARM)
+        return alone.run(tokens)
+
+    def of_server() -> tuple[float, float]:
+        stream_once(url, WARM)
+        return stream_once(url, tokens)
+
+    of_run(), of_server()
     pairs = []
     for turn in range(rounds):
         # Who is first takes turns as well.
         if turn % 2:
-            served, run = stream_once(url, tokens), alone.run(tokens)
+            served, run = of_server(), of_run()
         else:
-            run, served = alone.run(tokens), stream_once(url, tokens)
+            run, served = of_run(), of_server()
         pairs.append((run, served))
     crowds = [(streams(url, tokens, 1), streams(url, tokens, 8)) for _ in range(max(rounds // 4, 2))]
     median = statistics.median

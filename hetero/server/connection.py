@@ -6,7 +6,9 @@ import asyncio
 import socket
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from hetero.server.safety import HEAD_BYTES
 
 # The head of a request arrives within this after the connection or its first byte, seconds.
 HEAD_S = 10.0
@@ -16,11 +18,13 @@ STALL_S = 30.0
 MOST = 512
 
 
-class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 by h11, which bounds the head by itself."""
+class BoundedProtocol(HttpToolsProtocol):
+    """HTTP/1.1 by llhttp, which by itself keeps a head, a trailer or a chunk's line of any length."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
+        # Bytes since a head was complete or something of a body came.
+        self._unfinished = 0
         self._head: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
 
@@ -33,8 +37,32 @@ class BoundedProtocol(H11Protocol):
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
+        self._unfinished += len(data)
         super().data_received(data)
+        if self._unfinished > HEAD_BYTES and not self.transport.is_closing():
+            self._refuse()
         self._watch_head()
+
+    def on_headers_complete(self) -> None:
+        self._unfinished = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unfinished = 0
+        super().on_body(body)
+
+    def _refuse(self) -> None:
+        """End a connection whose head, or what follows a body, does not end."""
+        if self._between():
+            # Before any answer has begun there is room for one.
+            said = b"the request's head is longer than this server takes"
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
+                b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(said), said)
+            )
+            self.transport.close()
+        else:
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._head, self._stall):
@@ -51,8 +79,12 @@ class BoundedProtocol(H11Protocol):
             self._stall.cancel()
         super().resume_writing()
 
+    def _between(self) -> bool:
+        """Whether no request is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
     def _watch_head(self) -> None:
-        between = self.cycle is None or self.cycle.response_complete
+        between = self._between()
         if between and self._head is None:
             self._head = self.loop.call_later(HEAD_S, self.transport.abort)
         elif not between and self._head is not None:

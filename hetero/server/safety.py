@@ -32,7 +32,7 @@ KEY_VARIABLE = "HETERO_API_KEY"
 # A body arrives within this, seconds; one that trickles would hold its connection for ever.
 BODY_S = 60.0
 MIN_KEY = 8
-# Of a request's headers. HTTP's own bound holds only while they are incomplete.
+# Of a request's head.
 HEAD_BYTES = 32 << 10
 # A body beyond the limit is read on up to this many times the limit and thrown away: a client that still
 # writes when the connection closes never reads why.
@@ -128,7 +128,7 @@ class Guard:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:
             raise RefusedError(431, f"the headers are larger than {HEAD_BYTES} bytes")
         headers = Headers(scope=scope)
-        self._check_host(headers.get("host"))
+        self._check_host(headers.getlist("host"), scope["http_version"])
         self._check_origin(scope["method"], headers)
         try:
             self._check_key(headers)
@@ -138,12 +138,14 @@ class Guard:
             scope.setdefault("state", {})["stranger"] = True
         return await self._with_body(headers, receive, held)
 
-    def _check_host(self, host: str | None) -> None:
+    def _check_host(self, hosts: list[str], version: str) -> None:
+        if len(hosts) != 1 and (hosts or version != "1.0"):
+            raise RefusedError(400, "a request of HTTP/1.1 has exactly one Host header")
         names = self._policy.hosts
         # A browser always names a host; a client of HTTP/1.0 need not.
-        if names is None or host is None:
+        if names is None or not hosts:
             return
-        name = _host_name(host)
+        name = _host_name(hosts[0])
         if name in names or name.endswith(".localhost") or _is_address(name):
             return
         raise RefusedError(

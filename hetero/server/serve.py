@@ -30,7 +30,7 @@ from hetero.ops.watch import disk_experts, disk_reads
 from hetero.server import connection, logs
 from hetero.server.app import create_app
 from hetero.server.options import Options
-from hetero.server.safety import HEAD_BYTES, Policy
+from hetero.server.safety import Policy
 from hetero.server.state import AppState
 from hetero.stats import Recorder
 
@@ -59,7 +59,6 @@ class HttpThread:
             # A client could else write any address into X-Forwarded-For.
             proxy_headers=False,
             server_header=False,
-            h11_max_incomplete_event_size=HEAD_BYTES,
             timeout_graceful_shutdown=CLOSE_S,
         )
         self._server = uvicorn.Server(config)

@@ -180,6 +180,46 @@ def test_heads_that_are_too_large_or_broken(server: Server) -> None:
         assert b"Traceback" not in answer
 
 
+_HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+_CHUNKED = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+_RUNS = json.dumps(long_answer(300) | {"stream": True}).encode()
+_RUNNING = (
+    f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
+    + b"Content-Length: %d\r\n\r\n" % len(_RUNS)
+    + _RUNS
+)
+
+
+@pytest.mark.parametrize(
+    ("begin", "answer"),
+    [
+        (b"", b"HTTP/1.1 4"),
+        (_HEAD, b"HTTP/1.1 431"),
+        (_HEAD + b"X: ", b"HTTP/1.1 431"),
+        (_HEAD + b"\r\n" + _HEAD, b"HTTP/1.1 200"),
+        (_CHUNKED + b"0\r\n", b""),
+        (_CHUNKED + b"0\r\nx: ", b""),
+        (_CHUNKED + b"1;", b""),
+        (_RUNNING + _HEAD, b"HTTP/1.1 200"),
+    ],
+    ids=["line", "header", "value", "second", "trailer", "its value", "extension", "behind a stream"],
+)
+def test_what_does_not_end_is_cut_off(server: Server, begin: bytes, answer: bytes) -> None:
+    more = b"x" * 4000 if not begin or begin.endswith((b": ", b";")) else b"x: y\r\n" * 500
+    with connect(server) as connection:
+        connection.sendall(begin)
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent < 8 << 20:
+                sent += connection.send(more)
+        assert sent < 8 << 20
+        said = b""
+        with contextlib.suppress(OSError):
+            said = connection.recv(1 << 16)
+        assert not said or said.startswith(answer)
+    server.idle()
+
+
 BROKEN = (
     b"",
     b"{",
@@ -206,8 +246,9 @@ def test_broken_json(server: Server, path: str) -> None:
         assert not any(word in answer.text for word in ("Traceback", ".py", "site-packages", "File ")), (
             content
         )
-    for method in ("PUT", "DELETE", "PATCH", "TRACE", "BREW"):
+    for method in ("PUT", "DELETE", "PATCH", "TRACE"):
         assert server.client.request(method, path).status_code in (404, 405)
+    assert server.client.request("PREPARE", path).status_code == 400
 
 
 def test_a_prompt_beyond_the_servers_limit(server: Server) -> None:
