@@ -298,10 +298,15 @@ def verdict(made: Plan) -> str:
     where = made.hardware.name
     if made.today.why_not is not None:
         return f"does NOT fit {where}: {made.today.why_not}"
-    speeds = " and ".join(f"{d.tok_s:.3g} ({d.routing} routing)" for d in made.expected)
-    prompt = made.today.prompts[-1]
+    told = {d.routing: f"{d.tok_s:.3g}" for d in made.expected}
+    speeds = " and ".join(f"{tok_s} ({routing} routing)" for routing, tok_s in told.items())
+    if len(set(told.values())) == 1:  # without a cache it is all the same which experts are chosen
+        speeds = next(iter(told.values()))
+    prompts = made.today.prompts
+    prompt = next((p for p in reversed(prompts) if p.tokens <= made.request.context), prompts[0])
     read = f"a prompt of {prompt.tokens} tokens at {prompt.tok_s:.0f} tokens/s"
-    return f"fits {where}: {speeds} tokens/s expected, {_manner(made)}; {read}"
+    after = f"after {made.request.context} tokens"
+    return f"fits {where}: {speeds} tokens/s expected {after}, {_manner(made)}; {read}"
 
 
 def advice(made: Plan) -> str | None:

@@ -276,7 +276,8 @@ def test_the_first_line_is_the_verdict() -> None:
     head = " ".join(done.output.split())[:400]
     for words in (
         "fits rtx4090-7950x: ",
-        "tokens/s expected, layers fused by qwen-gpu",
+        "tokens/s expected after 4096 tokens, layers fused by qwen-gpu",
+        "; a prompt of 512 tokens at ",
         "the n-gram table on disk",
     ):
         assert words in head, words
