@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 QUESTION ?= What is the capital of France, and what is it known for?
-# Files of tests go to two processes, since most of them use one core.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# Files of tests go to two processes, since most of them use one core. In the order of their names: by the
+# number of their tests those with one long test would come last, when the other process has nothing left.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # Threads of torch that wait by spinning take the cores from the experts on a busy machine.
 export OMP_WAIT_POLICY ?= passive

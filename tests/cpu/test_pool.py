@@ -90,7 +90,7 @@ def test_gil_is_released() -> None:
         time.sleep(0.01)
         ticks += 1
     step.join()
-    assert ticks >= 5
+    assert ticks >= 3  # a step that kept the lock would let one begin before it at most
 
 
 def test_child_of_a_fork_computes(generator: torch.Generator) -> None:
@@ -130,7 +130,11 @@ def test_fork_during_a_step() -> None:
     busy.join()
 
 
-@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "import os; os.kill(os.getpid(), 2)"])
+# Python's own handler is put back: a job in the background is started with the signal ignored.
+INTERRUPT = "import os, signal as s; s.signal(2, s.default_int_handler); os.kill(os.getpid(), 2)"
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", INTERRUPT])
 def test_interpreter_ends_cleanly(ending: str) -> None:
     code = f"from hetero import _cpu, cpu\ncpu.set_threads(3)\n_cpu.pool_exercise(99, 10, -1)\n{ending}\n"
     done = subprocess.run(

@@ -360,7 +360,7 @@ def test_whatever_comes_and_goes(family: str, seed: int) -> None:
             max_tokens=choose.randrange(1, 25),
             client=choose.choice("abc"),
         )
-        for number in range(24)
+        for number in range(16)
     ]
     alone = [solo(run, request) for request in requests]
     engine = Scheduler(run, slots=4, max_queue=64, prefill_chunk=choose.choice((8, 32)), kv_tokens=20 * 16)

@@ -79,7 +79,7 @@ def test_connections_that_never_ask_are_closed(server: Server) -> None:
     results: dict[str, bool] = {}
 
     def watch(name: str, connection: socket.socket, trickle: bytes = b"") -> None:
-        results[name] = closed_within(connection, 14, trickle)
+        results[name] = closed_within(connection, 60, trickle)
         connection.close()
 
     cases: dict[str, tuple[Any, ...]] = {
@@ -91,8 +91,8 @@ def test_connections_that_never_ask_are_closed(server: Server) -> None:
     threads = [threading.Thread(target=watch, args=(name, *case)) for name, case in cases.items()]
     for thread in threads:
         thread.start()
-    # Nobody else waits for them.
-    assert server.client.get("/health").elapsed.total_seconds() < 2
+    # Nobody else waits for them, who are given ten seconds.
+    assert server.client.get("/health").elapsed.total_seconds() < 8
     for thread in threads:
         thread.join()
     assert results == dict.fromkeys(cases, True)
@@ -105,7 +105,7 @@ def test_a_crowd_of_connections(server: Server) -> None:
             for _ in range(600):
                 crowd.append(connect(server))
                 crowd[-1].setblocking(False)
-            end = time.monotonic() + 8
+            end = time.monotonic() + 60
             while sum(map(is_closed, crowd)) < 80 and time.monotonic() < end:
                 time.sleep(0.05)
             assert sum(map(is_closed, crowd)) >= 80

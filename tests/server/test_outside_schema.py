@@ -21,7 +21,7 @@ def test_no_request_of_the_schema_is_a_defect(tmp_path: Path) -> None:
     ).ready() as server:
         words = [SCHEMATHESIS, "run", f"{server.client.base_url}/openapi.json", "--no-color"]
         words += ["--checks", "not_a_server_error", "--continue-on-failure"]
-        words += ["--phases", "examples,coverage,fuzzing", "--max-examples", "25", "--max-time", "90"]
+        words += ["--phases", "examples,coverage,fuzzing", "--max-examples", "25", "--max-time", "45"]
         words += ["--generation-deterministic", "--request-timeout", "30", "--suppress-health-check", "all"]
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
         assert done.returncode == 0, done.stdout[-6000:]

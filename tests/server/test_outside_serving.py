@@ -88,8 +88,8 @@ def test_ten_clients_and_memory_for_three() -> None:
     prompts = [
         f"Client {i} saw {i * 7919 % 1000} whales, and the captain said: {chr(65 + i) * 3}" for i in range(10)
     ]
-    body = {"max_tokens": 150, "temperature": 0, "ignore_eos": True}
-    with Server("--kv-tokens", "640", "--slots", "10", "--set", "experts=f32").ready() as server:
+    body = {"max_tokens": 75, "temperature": 0, "ignore_eos": True}
+    with Server("--kv-tokens", "320", "--slots", "10", "--set", "experts=f32").ready() as server:
         alone = [server.post(TEXT, prompt=prompt, **body)["choices"][0]["text"] for prompt in prompts]
         assert len(set(alone)) == 10
 
@@ -108,9 +108,9 @@ def test_ten_clients_and_memory_for_three() -> None:
         server.idle()
         assert server.metric("kv_cache_tokens_used") == 0
         # A request that could never fit is told so, not queued for ever.
-        error = server.refused(400, TEXT, prompt=[5] * 700, max_tokens=4)
-        assert "700" in error["message"]
-        assert "640" in error["message"]
+        error = server.refused(400, TEXT, prompt=[5] * 350, max_tokens=4)
+        assert "350" in error["message"]
+        assert "320" in error["message"]
 
 
 def test_the_usage_chunk(server: Server) -> None:

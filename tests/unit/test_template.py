@@ -88,7 +88,7 @@ def test_endless_loops_end(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     with pytest.raises(InputError, match="does not come to an end"):
         Tokenizer(tiny_tokenizer(template), "tiny").chat(ASK)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60  # it would take hours
 
 
 def test_what_is_in_time_is_left_alone() -> None:
