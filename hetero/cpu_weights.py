@@ -21,6 +21,7 @@ from hetero.core import ActKind, ExpertSpec, InputError, MachineError
 from hetero.cpu_pool import machine, pick_isa, set_threads, start_pool
 from hetero.formats import Format
 from hetero.hw import memory, placement
+from hetero.hw.pages import Pages
 from hetero.quant.ggml_types import PLAIN, Bytes, checked_bytes, ggml_type, tables
 from hetero.quant.pack import check_codes
 
@@ -117,6 +118,7 @@ class PackedExperts:
         if error := self._experts.bind_error():
             _warn_unbound(error)
         self._parts = [p for p in _PARTS if _has_part(spec, p, fmt)]
+        self._pages = Pages(self._experts.address, spec.num_experts * self._experts.stride)
         self._put: set[tuple[int, Part]] = set()
         _live.add(self)
 
@@ -296,6 +298,15 @@ class PackedExperts:
         memory = (ctypes.c_uint8 * (count * stride)).from_address(start)
         memory.owner = self  # type: ignore[attr-defined]
         return memoryview(memory).cast("B")
+
+    def bring(self, expert: int, count: int = 1) -> None:
+        """Have the pages of ``count`` experts before they are written, from the node of their placement. Any
+        thread may call it; experts that a placement cuts or copies get theirs when they are written."""
+        if not 0 <= expert < expert + count <= self.spec.num_experts:
+            raise ValueError(f"experts {expert} to {expert + count} of {self.spec.num_experts}")
+        if self._where.spread is placement.Spread.WHOLE:
+            stride = self._experts.stride
+            self._pages.bring(expert * stride, count * stride)
 
     def save(self, expert: int, buffer: memoryview) -> None:
         """Copy the packed bytes of one expert into ``buffer``, ``whole_bytes`` long at least."""

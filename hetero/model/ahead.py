@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from hetero.core import InputError
-from hetero.store.reads import ALIGN, PIECE, DirectFile, aligned, settle, submit
+from hetero.store.reads import ALIGN, PIECE, DirectFile, aligned, anonymous, settle, submit
 
 T = TypeVar("T")
 
@@ -66,10 +66,7 @@ class _Lender:
             else:
                 self._drop(size)
         if memory is None:
-            memory = mmap.mmap(-1, size)
-            if size >= 2 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):
-                    memory.madvise(mmap.MADV_HUGEPAGE)
+            memory = anonymous(size)
         lent = np.frombuffer(memory, np.uint8)
         weakref.finalize(lent, self._give_back, size, memory).atexit = False
         return lent

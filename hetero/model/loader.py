@@ -38,7 +38,8 @@ class ExpertSink(Protocol):
     """What takes a block's expert weights, each part of each expert exactly once.
 
     One that has ``format_of`` and ``put_codes`` too is given quantised values as they are, where they are in
-    its own format; those of GGUF files by ``put_ggml`` where it has that.
+    its own format; those of GGUF files by ``put_ggml`` where it has that. One that has ``bring`` is told of
+    an expert, on any thread, before its parts come.
     """
 
     def put(self, expert: int, part: str, tensor: torch.Tensor) -> None:
@@ -289,6 +290,7 @@ class _Loading:
 
     def _of_target(self, experts: str, expert: int, target: Target) -> Delivery:
         """What one parameter has of an expert."""
+        self._bring(experts, expert)
         reading, leaf = Reading(self.checkpoint), target.name.rpartition(".")[2]
         parts = PARTS.get(leaf, ())
         sources = self.plan.parts[experts]
@@ -357,7 +359,13 @@ class _Loading:
             if path == experts and leaf in EXPERT_PARAMETERS:
                 yield Job(nbytes, partial(self._joined, experts, name, leaf, place.shape))
 
+    def _bring(self, experts: str, expert: int) -> None:
+        bring = getattr(self.sinks[experts], "bring", None)
+        if bring is not None:
+            bring(expert)
+
     def _of_parts(self, experts: str, expert: int, parts: tuple[str, ...]) -> Delivery:
+        self._bring(experts, expert)
         reading, sources = Reading(self.checkpoint), self.plan.parts[experts]
         puts: list[Put] = []
         for part in parts:

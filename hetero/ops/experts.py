@@ -162,6 +162,12 @@ class CpuExpertsOp(nn.Module):
     def missing(self) -> list[tuple[int, str]]:
         return list(self.backend.missing())
 
+    def bring(self, expert: int) -> None:
+        """Have the memory of an expert that is put soon, where the backend can say which that is."""
+        bring = getattr(self.backend, "bring", None)
+        if bring is not None:
+            bring(expert)
+
     # Part of the loader's CodeSink.
     def format_of(self, part: str) -> Format | None:
         """The packed format of a matrix; None where the backend takes floats alone."""

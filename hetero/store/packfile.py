@@ -187,6 +187,7 @@ class PackFile:
         progress: Callable[[int], None] | None,
     ) -> None:
         stride = self.manifest.blocks[block].stride
+        experts.bring(first, count)
         view = experts.view(first, count)
         into = view if view is not None else buffer(count * stride)
         offset, size = self._layout.expert(block, first), count * stride

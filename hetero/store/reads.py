@@ -35,7 +35,17 @@ def aligned(nbytes: int) -> int:
 
 def buffer(nbytes: int) -> memoryview:
     """Memory that direct I/O can use, zeroed, of at least so many bytes."""
-    return memoryview(mmap.mmap(-1, max(ALIGN, aligned(nbytes))))
+    return memoryview(anonymous(max(ALIGN, aligned(nbytes))))
+
+
+def anonymous(nbytes: int) -> mmap.mmap:
+    """Zeroed memory of this process alone, at a page, of huge pages where it is large enough for one."""
+    # Without the flags Python's is shared memory, which is a file system's and has small pages.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= 2 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # an advice
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 class DirectFile:
