@@ -75,7 +75,8 @@ def plan(folder: Path, monkeypatch: pytest.MonkeyPatch | None = None) -> Any:
         (lambda c: c.pop("hidden_size"), ("'hidden_size' is absent", "qwen3_moe")),
         (lambda c: c.pop("num_local_experts"), ("'num_experts' is absent",)),
         (lambda c: c.pop("num_experts_per_tok"), ("'num_experts_per_tok' is absent",)),
-        (lambda c: c.update(hidden_size="wide"), ("not a valid qwen3_moe configuration", "hidden_size")),
+        (lambda c: c.update(hidden_size="wide"), ("field 'hidden_size' is 'wide': must be a whole number",)),
+        (lambda c: c.update(rms_norm_eps="x"), ("not a valid qwen3_moe configuration", "rms_norm_eps")),
     ],
 )
 def test_configuration(change: Callable[[dict[str, Any]], Any], words: tuple[str, ...], copy: Any) -> None:
