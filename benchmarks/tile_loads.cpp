@@ -1,5 +1,6 @@
 // How long a tile product takes beside the loads that feed it, with one thread and with many: products alone,
-// two by two tiles (all eight registers in use), two by one, one by two.
+// two by two tiles (all eight registers in use), two by one, one by two; with operands of zeros, then of
+// random numbers, which slow the clock.
 //
 //   g++ -O2 -std=c++17 -mamx-tile -mamx-bf16 -pthread benchmarks/tile_loads.cpp -o /tmp/tiles &&
 //   /tmp/tiles 1 15
@@ -16,6 +17,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <random>
 #include <thread>
 #include <vector>
 
@@ -59,7 +61,7 @@ void configure() {
   __asm__ volatile("ldtilecfg %0" ::"m"(config));
 }
 
-void measure(int threads) {
+void measure(int threads, bool random) {
   constexpr int kSteps = sizeof kCases / sizeof *kCases * kRuns;
   std::atomic<int> step{-1}, done{0};
   std::vector<std::vector<double>> best(kSteps / kRuns, std::vector<double>(threads, 1e9));
@@ -72,7 +74,13 @@ void measure(int threads) {
       sched_setaffinity(0, sizeof cpu, &cpu);
       char* memory = static_cast<char*>(aligned_alloc(4096, 8192));
       memset(memory, 0, 8192);
+      std::mt19937 numbers(1);
+      for (int i = 0; random && i < 4096; i++) {  // bf16 from 2^-7 to 2 either way
+        const uint16_t value = static_cast<uint16_t>(0x3c00 | (numbers() & 0x83ff));
+        memcpy(memory + 2 * i, &value, 2);
+      }
       configure();
+      two_by_two(memory, 1);  // operands of the products alone
       for (int s = 0; s < kSteps; s++) {
         while (step.load() < s) continue;
         const Case& c = kCases[s / kRuns];
@@ -91,7 +99,7 @@ void measure(int threads) {
     while (done < threads) usleep(10);
   }
   for (auto& worker : workers) worker.join();
-  printf("%d threads\n", threads);
+  printf("%d threads, %s\n", threads, random ? "random numbers" : "zeros");
   for (int c = 0; c < kSteps / kRuns; c++) {
     double sum = 0;
     for (const double ns : best[c]) sum += ns;
@@ -107,6 +115,7 @@ int main(int argc, char** argv) {
     fprintf(stderr, "this CPU or its system offers no AMX tiles\n");
     return 3;
   }
-  for (int i = 1; i < argc; i++) measure(atoi(argv[i]));
+  for (int i = 1; i < argc; i++)
+    for (const bool random : {false, true}) measure(atoi(argv[i]), random);
   return argc > 1 ? 0 : 2;
 }

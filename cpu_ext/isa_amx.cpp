@@ -37,6 +37,16 @@ struct Tiles {
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(c));
   }
+  static void own(const void* p) { __asm__ volatile("prefetchw (%0)" ::"r"(p)); }
+  static void configure_full() {
+    alignas(64) Config c = {};
+    c.palette = 1;
+    for (int t = 0; t < 8; t++) {
+      c.column_bytes[t] = 64;
+      c.rows[t] = kTileRows;
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(c));
+  }
   static void release() { __asm__ volatile("tilerelease"); }
   template <int Tile>
   static void zero() {

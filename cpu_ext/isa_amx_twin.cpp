@@ -55,6 +55,14 @@ struct Twin {
       memset(tiles[t].data, 0, sizeof tiles[t].data);
     }
   }
+  static void own(const void*) {}
+  static void configure_full() {
+    for (int t = 0; t < 8; t++) {
+      tiles[t].rows = 16;
+      tiles[t].bytes = 64;
+      memset(tiles[t].data, 0, sizeof tiles[t].data);
+    }
+  }
   static void release() {
     for (int t = 0; t < 8; t++) tiles[t].rows = tiles[t].bytes = 0;
   }

@@ -9,6 +9,7 @@ namespace hetero {
 namespace {
 
 constexpr int64_t kGatherBytes = 1 << 20;  // activations of one item
+constexpr int64_t kUpFloats = 48 * 1024;   // results of gate and up before activation
 
 }  // namespace
 
@@ -59,8 +60,11 @@ struct Step {
   const float* weights = nullptr;
   float* out = nullptr;
 
-  RowStore xs, hs;     // inputs by token (by pair for Mode::kDown; `by_position`); hidden rows by position
+  RowStore xs;         // inputs by token (by pair for Mode::kDown; `by_position`)
+  RowStore hs;         // hidden rows by position - h_begin
   float* y = nullptr;  // results of down by position - wave_begin, ldy columns each
+  int64_t h_most = 0;  // hidden rows that are kept at a time
+  int64_t h_begin = 0, h_end = 0;
   int64_t ldy = 0, wave_begin = 0, wave_end = 0;
   int64_t strip = 1;  // blocks of a strip of down
   int64_t x_chunk = 1, column_chunk = 0;
@@ -196,13 +200,6 @@ struct Step {
              ends);
   }
 
-  void build_down_items(int64_t begin, int64_t end) {
-    build_items(&ws.down_items, &ws.down_ends, begin, end, down.n_pad / kBlockRows, kBlockRows,
-                [&](int64_t, int part) {
-                  return std::make_pair(store.down_begin(part), store.down_begin(part + 1));
-                });
-  }
-
   // A phase of `chunks` chunks; `ends` as build_items gives them, null where chunks belong to no node.
   Phase phase(int64_t chunks, void (*fn)(void*, int64_t, int), const std::vector<int64_t>* ends = nullptr) {
     Phase p = {chunks, fn, this};
@@ -268,15 +265,28 @@ struct Step {
 
   void gate_up_item(const Workspace::Item& item, const Buffers& b) {
     const auto& g = ws.groups[static_cast<size_t>(item.group)];
+    const Rows rows = gather(g, item, b.gather);
+    // As many units at a time as leave their results in the second cache, beside the rows.
+    const int64_t most = std::max<int64_t>(1, kUpFloats / (item.rows * kUnit * store.mats()));
+    const int64_t steps = ceil_div(item.units, most);
+    for (int64_t i = 0; i < steps; ++i) {
+      const int64_t first = item.unit + item.units * i / steps,
+                    end = item.unit + item.units * (i + 1) / steps;
+      gate_up_units(item, rows, first, end - first, b);
+    }
+  }
+
+  void gate_up_units(const Workspace::Item& item, const Rows& rows, int64_t unit, int64_t units,
+                     const Buffers& b) {
+    const auto& g = ws.groups[static_cast<size_t>(item.group)];
     const int64_t inter = op.config_.intermediate, mats = store.mats();
-    const int64_t block0 = item.unit * 2;
-    const int64_t blocks = std::min(up.n_pad / kBlockRows, block0 + item.units * 2) - block0;
+    const int64_t block0 = unit * 2;
+    const int64_t blocks = std::min(up.n_pad / kBlockRows, block0 + units * 2) - block0;
     const int64_t col0 = block0 * kBlockRows, cols = blocks * kBlockRows;
     const int64_t valid = std::min(inter - col0, cols);  // columns that exist
     const int64_t ld = cols * mats;
-    const Rows rows = gather(g, item, b.gather);
     const uint8_t* w = store.up_block(g.expert, item.part, store.arena_of(item.part, b.node), block0);
-    multiply(up_side, g.rows, item.row == 0 && item.unit == 0, w, blocks * mats, rows, b.tile, ld, b.scratch);
+    multiply(up_side, g.rows, item.row == 0 && unit == 0, w, blocks * mats, rows, b.tile, ld, b.scratch);
     const float* gate_bias = store.bias(g.expert, Weights::kGateBias);
     const float* up_bias = store.bias(g.expert, Weights::kUpBias);
     for (int64_t m = 0; m < item.rows; ++m) {
@@ -317,18 +327,18 @@ struct Step {
     const bool last = col0 + blocks * kBlockRows >= up.n_pad;
     const int64_t end = last ? k_pad : col0 + blocks * kBlockRows;
     const bool quantised = down_side.quantised;
-    float* h = quantised || as_halves ? row : hs.f32 + position * k_pad + col0;
+    const int64_t at = position - h_begin;
+    float* h = quantised || as_halves ? row : hs.f32 + at * k_pad + col0;
     for (int64_t i = 0; i < blocks; ++i) {
       const int64_t n = std::min<int64_t>(kBlockRows, valid - i * kBlockRows);
       const float* first = tile + i * kBlockRows * mats;
       op.isa_.table->act(first, first + kBlockRows * (mats - 1), h + i * kBlockRows, n, &op.config_.act);
     }
     if (as_halves) {
-      op.isa_.table->round(h, valid, end - col0, hs.bf16 + position * k_pad + col0);
+      op.isa_.table->round(h, valid, end - col0, hs.bf16 + at * k_pad + col0);
     } else if (quantised) {
-      const int64_t groups = k_pad / kActGroup, g0 = position * groups + col0 / kActGroup;
-      op.isa_.table->quantize(h, valid, end - col0, hs.q + position * k_pad + col0, hs.scale + g0,
-                              hs.sum + g0);
+      const int64_t groups = k_pad / kActGroup, g0 = at * groups + col0 / kActGroup;
+      op.isa_.table->quantize(h, valid, end - col0, hs.q + at * k_pad + col0, hs.scale + g0, hs.sum + g0);
     } else {
       std::fill(h + valid, h + (end - col0), 0.0f);
     }
@@ -393,8 +403,8 @@ struct Step {
     const bool whole = mode == Mode::kWhole;
     const Rows rows = mode == Mode::kDown ? gather(g, item, b.gather)
                       : tiled(down_side, g.rows)
-                          ? lay(hs, item.rows, b.gather, [&](int64_t m) { return position + m; })
-                          : hs.at(position, item.rows);
+                          ? lay(hs, item.rows, b.gather, [&](int64_t m) { return position - h_begin + m; })
+                          : hs.at(position - h_begin, item.rows);
     float* to = whole ? y + (position - wave_begin) * ldy + col0 : b.tile;
     const int64_t ld = whole ? ldy : item.units * kBlockRows;
     const uint8_t* w = store.down_block(g.expert, item.part, store.arena_of(item.part, b.node), item.unit);
@@ -420,6 +430,20 @@ struct Step {
 
   int64_t most_pairs() const { return std::max<int64_t>(1, ctx.tuning.wave_bytes / (down.n_pad * 4)); }
 
+  // Positions are worked off in stretches, whose hidden rows are kept, and these in waves, whose results are
+  // kept: moves to the next. False behind the last.
+  bool next_stretch() {
+    h_begin = h_end;
+    h_end = exact ? pairs_kept : ws.wave_limit(h_begin, h_most);
+    wave_end = h_begin;
+    return h_begin < h_end;
+  }
+  bool next_wave() {
+    wave_begin = wave_end;
+    wave_end = exact ? pairs_kept : std::min(h_end, ws.wave_limit(wave_begin, most_pairs()));
+    return wave_begin < wave_end;
+  }
+
   // Chunks of the phase that sums one wave.
   int64_t sum_chunks() {
     const int64_t hidden = op.config_.hidden;
@@ -433,13 +457,16 @@ struct Step {
     y = reinterpret_cast<float*>(const_cast<uint8_t*>(x));  // only read
     ldy = op.config_.hidden;
     const int64_t sums = sum_chunks();
-    wave_end = 0;
-    do {
-      wave_begin = wave_end;
-      wave_end = exact ? pairs_kept : ws.wave_limit(wave_begin, most_pairs());
-      const Phase one = phase(sums, sum_phase);
-      ctx.pool->run(&one, 1);
-    } while (wave_end < pairs_kept);
+    if (pairs_kept == 0) {
+      const Phase none = phase(sums, sum_phase);  // zeros
+      ctx.pool->run(&none, 1);
+    }
+    while (next_stretch()) {
+      while (next_wave()) {
+        const Phase one = phase(sums, sum_phase);
+        ctx.pool->run(&one, 1);
+      }
+    }
   }
 
   void run(const Routing& routing, int64_t first_pair) {
@@ -478,7 +505,7 @@ struct Step {
     }
     ldy = down.n_pad;
     const int64_t y_rows = mode == Mode::kWhole && !exact ? std::min(pairs_kept, most_pairs()) : 0;
-    const int64_t h_rows = makes_hidden ? pairs_kept : 0;
+    const int64_t h_rows = !makes_hidden ? 0 : exact ? pairs_kept : std::min(pairs_kept, h_most);
 
     thread_bytes = buffer_bytes();
     ws.memory.reserve(RowStore::bytes(x_form, x_rows, k_pad) + RowStore::bytes(h_form, h_rows, down.k_pad) +
@@ -500,12 +527,9 @@ struct Step {
       x_chunk = std::clamp<int64_t>(x_rows / (threads * kPiecesPerThread), 1, 16);
       phases[count++] = phase(ceil_div(x_rows, x_chunk), input_phase);
     }
-    if (mode != Mode::kDown) {
-      build_items(&ws.up_items, &ws.up_ends, 0, pairs_kept, ceil_div(up.n_pad, kUnit), kUnit * store.mats(),
-                  [&](int64_t expert, int part) {
-                    return std::make_pair(store.unit_begin(expert, part), store.unit_begin(expert, part + 1));
-                  });
-      phases[count++] = phase(static_cast<int64_t>(ws.up_items.size()), gate_up_phase, &ws.up_ends);
+    if (strips || mode == Mode::kGateUp) {
+      phases[count++] = gate_up(0, pairs_kept);
+      if (mode == Mode::kGateUp) clear_skipped(op.config_.intermediate * store.mats());
     }
     if (strips) {
       ws.down_ends.clear();
@@ -515,27 +539,47 @@ struct Step {
         ws.down_ends.push_back(chunks);
       }
       phases[count++] = phase(chunks, strip_phase, &ws.down_ends);
-    } else if (mode == Mode::kDown || mode == Mode::kPairs) {
-      build_down_items(0, pairs_kept);
-      phases[count++] = phase(static_cast<int64_t>(ws.down_items.size()), down_phase, &ws.down_ends);
     }
-    if (mode == Mode::kDown) clear_skipped(hidden);
-    if (mode == Mode::kGateUp) clear_skipped(op.config_.intermediate * store.mats());
-    if (mode != Mode::kWhole || strips) {
+    if (mode == Mode::kDown) {
+      clear_skipped(hidden);
+      phases[count++] = down_of(0, pairs_kept);
+    }
+    if (strips || !makes_hidden) {
       ctx.pool->run(phases, count);
       return;
     }
-    const int64_t sums = sum_chunks();
-    wave_end = 0;
-    do {
-      wave_begin = wave_end;
-      wave_end = ws.wave_limit(wave_begin, most_pairs());
-      build_down_items(wave_begin, wave_end);
-      phases[count++] = phase(static_cast<int64_t>(ws.down_items.size()), down_phase, &ws.down_ends);
-      phases[count++] = phase(sums, sum_phase);
-      ctx.pool->run(phases, count);
-      count = 0;
-    } while (wave_end < pairs_kept);
+    const int64_t sums = mode == Mode::kWhole ? sum_chunks() : 0;
+    while (next_stretch()) {
+      phases[count++] = gate_up(h_begin, h_end);
+      if (mode == Mode::kPairs) {
+        phases[count++] = down_of(h_begin, h_end);
+        ctx.pool->run(phases, count);
+        count = 0;
+        continue;
+      }
+      while (next_wave()) {
+        phases[count++] = down_of(wave_begin, wave_end);
+        phases[count++] = phase(sums, sum_phase);
+        ctx.pool->run(phases, count);
+        count = 0;
+      }
+    }
+  }
+
+  // The phases of the pairs at positions [begin, end).
+  Phase gate_up(int64_t begin, int64_t end) {
+    build_items(&ws.up_items, &ws.up_ends, begin, end, ceil_div(up.n_pad, kUnit), 0,
+                [&](int64_t expert, int part) {
+                  return std::make_pair(store.unit_begin(expert, part), store.unit_begin(expert, part + 1));
+                });
+    return phase(static_cast<int64_t>(ws.up_items.size()), gate_up_phase, &ws.up_ends);
+  }
+  Phase down_of(int64_t begin, int64_t end) {
+    build_items(&ws.down_items, &ws.down_ends, begin, end, down.n_pad / kBlockRows, kBlockRows,
+                [&](int64_t, int part) {
+                  return std::make_pair(store.down_begin(part), store.down_begin(part + 1));
+                });
+    return phase(static_cast<int64_t>(ws.down_items.size()), down_phase, &ws.down_ends);
   }
 
   void clear_skipped(int64_t width) {
@@ -560,8 +604,11 @@ void Experts::run(Context& context, Mode mode, const void* x, DType type, const 
   };
   const int64_t up_row = most_bytes(weights_.up_layout()), down_row = most_bytes(weights_.down_layout());
   const int64_t up_rows = mode == Mode::kDown ? 0 : config_.ordered ? slots : 1;
-  const int64_t per_token = up_rows * up_row + (mode == Mode::kGateUp ? 0 : slots * down_row);
-  const int64_t most = std::max<int64_t>(1, context.tuning.store_bytes / std::max<int64_t>(1, per_token));
+  // Inputs are kept for all tokens of a pass; of what makes hidden rows they leave a quarter to these.
+  const int64_t per_token = mode == Mode::kDown ? slots * down_row : up_rows * up_row;
+  const int64_t bytes = context.tuning.store_bytes;
+  const int64_t most = std::max<int64_t>(
+      1, (mode == Mode::kGateUp || mode == Mode::kDown ? bytes : bytes / 4 * 3) / per_token);
   const int64_t passes = ceil_div(routing.tokens, most);
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t begin = routing.tokens * pass / passes;
@@ -571,6 +618,7 @@ void Experts::run(Context& context, Mode mode, const void* x, DType type, const 
     step.type = type;
     step.tokens = routing.tokens * (pass + 1) / passes - begin;
     step.slots = slots;
+    step.h_most = std::max<int64_t>(1, (bytes - step.tokens * per_token) / down_row);
     step.weights = weights == nullptr ? nullptr : weights + begin * slots;
     step.out = out + begin * out_width;
     step.run(routing, begin * slots);

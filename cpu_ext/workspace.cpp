@@ -93,7 +93,8 @@ void Workspace::split(const Split& by, const UnitRange& range, std::vector<Item>
       for (int64_t piece = 0; piece < pieces; ++piece) {
         const int64_t row = from + rows * piece / pieces;
         const int64_t m = from + rows * (piece + 1) / pieces - row;
-        const int64_t most = std::max<int64_t>(1, kTileFloats / (m * by.unit_floats));
+        const int64_t most =
+            by.unit_floats == 0 ? here : std::max<int64_t>(1, kTileFloats / (m * by.unit_floats));
         const int64_t want = std::clamp<int64_t>(target / (kUnitCost + m), 1, std::min(here, most));
         const int64_t n = ceil_div(here, want);
         for (int64_t i = 0; i < n; ++i) {

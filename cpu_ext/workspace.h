@@ -23,7 +23,8 @@ struct Routing {
   int64_t experts = 0;  // 0: as many as have weights here
 };
 
-// Positions whose groups are split, `units` units an expert of which each makes unit_floats results a row;
+// Positions whose groups are split, `units` units an expert of which each makes unit_floats results a row
+// (0: however many);
 // items of at most max_rows rows, for so many threads and parts.
 struct Split {
   int64_t begin, end, units, unit_floats, max_rows;

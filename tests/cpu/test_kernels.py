@@ -97,6 +97,14 @@ def test_more_rows_than_a_chunk(fmt: Format, generator: torch.Generator) -> None
     check(Matrix.gaussian(fmt, 20, 448, generator), activations(150, 448, generator), [128, 129, 145, 150])
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "int4", "nvfp4", "q2_k"])
+@pytest.mark.parametrize("n", [16, 48])
+def test_more_rows_than_two_tiles(fmt: str, n: int, generator: torch.Generator) -> None:
+    """3 to 7 tiles of rows, the last one not full; one block, and one beside a pair; k in two parts."""
+    matrix = Matrix.gaussian(parse_format(fmt), n, 1312, generator)
+    check(matrix, activations(97, 1312, generator), [33, 48, 50, 65, 95, 97])
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "int8", "int4 g128"])
 @pytest.mark.parametrize("k", [2048, 8160, 8224, 16416])
 def test_weights_beyond_the_scratch(fmt: str, k: int, generator: torch.Generator) -> None:
