@@ -46,10 +46,9 @@ PACKED_GB_S = 12.0
 """Of a core, that multiplies one row by a matrix of 16 bits which lies in its cache: each product packs or
 widens the matrix anew, which memory waits for."""
 
-MANY_ROWS_16 = {"amx": 4.7}
-MANY_ROWS_16_ELSE = 0.15
-"""Products of many rows in bfloat16, of the same in float32: by tiles, and without instructions for them,
-where torch gives 0.12 to 0.24."""
+MANY_ROWS_TILES_16, MANY_ROWS_BF16, MANY_ROWS_16 = 4.7, 0.73, 0.15
+"""Products of many rows in bfloat16, of the same in float32: by tiles, by ``avx512_bf16``, and without
+instructions for them, where torch gives 0.12 to 0.24. The first two on a core of a Xeon."""
 
 ATTENTION, ATTENTION_TILES_16 = 0.75, 2.2
 """Attention of a prompt, of products of many rows in float32: without tiles, and in 16 bits with them."""

@@ -15,6 +15,7 @@ from hetero import jsonfile
 from hetero.config import settings
 from hetero.core import HeteroError
 from hetero.hw import cpu, topology
+from hetero.plan import constants
 from hetero.plan.hardware import (
     Cpu,
     Disk,
@@ -32,6 +33,7 @@ from hetero.plan.hardware import (
 _NOT_MEASURED = "not measured; hetero doctor measures it"
 _CORE_GB_S, _NODE_GB_S = 12.0, 50.0  # what a core and a node read, at least, on most machines
 _TOPS = {"scalar": 0.01, "avx2": 0.1, "avx512": 0.3, "amx": 0.5}  # of a core
+_TFLOPS = 0.03  # of a core, in float32
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 
 
@@ -85,7 +87,8 @@ def guessed(root: Path = Path("/")) -> Hardware:
             isa=isa,
             expert_share=estimate(0.75),
             prefill_tops=estimate(_TOPS[isa] * cores),
-            dense_tflops=estimate(0.03 * cores),
+            dense_tflops=estimate(_TFLOPS * cores),
+            dense16_tflops=_with_bf16(root, cores) if isa == "avx512" else None,
             op_us=estimate(14.0),
         ),
         ram=Ram(bytes=memory, read_gb_s=estimate(read), nodes=nodes),
@@ -94,6 +97,13 @@ def guessed(root: Path = Path("/")) -> Hardware:
         handoff_us=None if gpu is None else estimate(10.0),
         disk=Disk(read_gb_s=estimate(1.0)),
     )
+
+
+def _with_bf16(root: Path, cores: int) -> Figure | None:
+    """Products of many rows in bfloat16 where the processor has instructions for them, tiles apart."""
+    if "avx512_bf16" not in cpu.signature(root).get("flags", "").split():
+        return None
+    return estimate(_TFLOPS * cores * constants.MANY_ROWS_BF16)
 
 
 def processor(root: Path = Path("/")) -> tuple[str, Isa]:

@@ -30,7 +30,8 @@ def many_tflops(hardware: Hardware, width: int) -> float:
         return cpu.dense_tflops.value
     if cpu.dense16_tflops is not None:
         return cpu.dense16_tflops.value
-    return cpu.dense_tflops.value * constants.MANY_ROWS_16.get(cpu.isa, constants.MANY_ROWS_16_ELSE)
+    factor = constants.MANY_ROWS_TILES_16 if cpu.isa == "amx" else constants.MANY_ROWS_16
+    return cpu.dense_tflops.value * factor
 
 
 def attention_tflops(hardware: Hardware, width: int) -> float:

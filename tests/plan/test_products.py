@@ -35,9 +35,9 @@ def test_many_rows() -> None:
     """1 TFLOPS in float32: 16 bits are faster by tiles alone, unless they were measured."""
     here = machine(gpu=False)
     assert many_tflops(here, 4) == 1.0
-    assert many_tflops(here, 2) == constants.MANY_ROWS_16_ELSE
+    assert many_tflops(here, 2) == constants.MANY_ROWS_16
     tiles = with_cpu(here, isa="amx")
-    assert many_tflops(tiles, 2) == constants.MANY_ROWS_16["amx"]
+    assert many_tflops(tiles, 2) == constants.MANY_ROWS_TILES_16
     assert many_tflops(with_cpu(tiles, dense16_tflops=3.0), 2) == 3.0
     assert attention_tflops(tiles, 2) > attention_tflops(tiles, 4) == attention_tflops(here, 2)
 
