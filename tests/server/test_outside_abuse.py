@@ -50,6 +50,13 @@ def connect(server: Server) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), 10)
 
 
+def ask(body: dict[str, Any], *headers: str) -> bytes:
+    """A whole request for a completion."""
+    content = json.dumps(body).encode()
+    head = [f"POST {TEXT} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+    return "\r\n".join([*head, f"Content-Length: {len(content)}", "", ""]).encode() + content
+
+
 def closed_within(connection: socket.socket, seconds: float, trickle: bytes = b"") -> bool:
     """Whether the server closes it, while ``trickle`` is sent byte by byte."""
     connection.settimeout(0.25)
@@ -128,9 +135,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 def test_a_stream_that_is_not_read_holds_nobody_up(server: Server) -> None:
     stuck = connect(server)
-    body = json.dumps(long_answer(200) | {"stream": True}).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    stuck.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    stuck.sendall(ask(long_answer(200) | {"stream": True}))
     assert server.post(TEXT, **long_answer(4))["usage"]["completion_tokens"] == 4
     server.idle()
     stuck.close()
@@ -182,12 +187,6 @@ def test_heads_that_are_too_large_or_broken(server: Server) -> None:
 
 _HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 _CHUNKED = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-_RUNS = json.dumps(long_answer(300) | {"stream": True}).encode()
-_RUNNING = (
-    f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
-    + b"Content-Length: %d\r\n\r\n" % len(_RUNS)
-    + _RUNS
-)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +199,7 @@ _RUNNING = (
         (_CHUNKED + b"0\r\n", b""),
         (_CHUNKED + b"0\r\nx: ", b""),
         (_CHUNKED + b"1;", b""),
-        (_RUNNING + _HEAD, b"HTTP/1.1 200"),
+        (ask(long_answer(300) | {"stream": True}) + _HEAD, b"HTTP/1.1 200"),
     ],
     ids=["line", "header", "value", "second", "trailer", "its value", "extension", "behind a stream"],
 )
@@ -218,6 +217,55 @@ def test_what_does_not_end_is_cut_off(server: Server, begin: bytes, answer: byte
             said = connection.recv(1 << 16)
         assert not said or said.startswith(answer)
     server.idle()
+
+
+def heard(connection: socket.socket) -> bytes:
+    """All until the server closes the connection."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := connection.recv(1 << 16):
+            said += more
+    return said
+
+
+def test_offers_of_another_protocol_are_not_taken(server: Server) -> None:
+    """As Java's client makes one with each request."""
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAA")
+    whole = ask(long_answer(2), *offer)
+    with connect(server) as connection:
+        connection.sendall(whole + whole[:-10])
+        time.sleep(0.05)
+        connection.sendall(whole[-10:] + _HEAD + b"Connection: close, Upgrade\r\nUpgrade: h2c\r\n\r\n")
+        said = heard(connection)
+    assert said.count(b"HTTP/1.1 200 OK") == said.count(b"HTTP/1.1") == 3
+    assert said.count(b'"completion_tokens":2') == 2
+
+
+def test_what_is_wrong_behind_a_request_leaves_its_answer_whole(server: Server) -> None:
+    more = _HEAD + b"\r\n"
+    for ahead in (0, 2):
+        with connect(server) as connection:
+            connection.sendall(
+                ask(long_answer(50) | {"stream": True}) + ahead * more + b"nonsense\r\n\r\n" + more
+            )
+            said = heard(connection)
+        assert said.count(b"HTTP/1.1 200") == said.count(b"HTTP/1.1") == 1 + ahead
+        assert said.count(b"data: [DONE]\n\n\r\n0\r\n\r\n") == 1
+
+
+def test_one_that_leaves_with_requests_ahead(server: Server) -> None:
+    before = server.metric("generation_tokens_total")
+    with connect(server) as connection:
+        connection.sendall(ask(long_answer(900) | {"stream": True}) + _HEAD + b"\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    server.idle()
+    assert server.metric("generation_tokens_total") < before + 800
+
+
+def test_a_flood_of_requests_ahead(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall((_HEAD + b"\r\n") * 1000)
+        assert 1 <= heard(connection).count(b"HTTP/1.1 200") < 1000
 
 
 BROKEN = (
