@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -171,8 +172,9 @@ def _share(
         raise MachineError(
             f"{what}: {memory.gib(max(0, budget))} of RAM is left for the experts of the disk tier, and "
             f"those of one token take {memory.gib(least)}; {memory.gib(have.bytes)} is available "
-            f"({have.limit}) and all else needs {memory.gib(fixed)}: a smaller format, or "
-            f"--ram {_round(fixed + least)} where the machine has that much"
+            f"({have.limit}), all else needs {memory.gib(fixed)}, and a tenth and "
+            f"{WORKSPACE_BYTES >> 20} MiB are kept for steps and what else runs: a smaller format, or "
+            f"--ram {_round(_with_reserve(fixed + least))} where the machine has that much"
         )
     share = (budget - least) / max(1, total - least)
     slots = {}
@@ -191,12 +193,19 @@ def _too_much(sites: Sequence[Site], fixed: int, held: int, what: str, have: mem
         f"{memory.gib(have.bytes)} is available ({have.limit}), and swap would be too slow to count. "
     )
     ways = ["a smaller weight format"]
-    if any(not site.on_disk for site in sites) and least + WORKSPACE_BYTES <= have.bytes * 0.9:
+    least = _with_reserve(least)
+    if any(not site.on_disk for site in sites) and least <= have.bytes:
         ways.append(
-            f"--tier disk (experts stay on disk, those used most in RAM: from {memory.gib(least)} on)"
+            f"--tier disk (experts stay on disk, those used most in RAM: from {memory.gib(least)} on, "
+            f"a tenth and {WORKSPACE_BYTES >> 20} MiB of it kept for steps and what else runs)"
         )
     ways.append(f"--ram {_round(fixed + held)} where the machine has more than it says")
     return f"{text}What works: {'; '.join(ways)}"
+
+
+def _with_reserve(nbytes: int) -> int:
+    """The RAM of which ``decide`` gives so much to weights, where it shares it out itself."""
+    return math.ceil((nbytes + WORKSPACE_BYTES) / 0.9)
 
 
 def _round(nbytes: int) -> str:
