@@ -78,7 +78,7 @@ def test_steps_equal_the_cpu(slots: int, share: float, early: bool, generator: t
     check_steps(hybrid, steps, generator)
     counts = hybrid.counts()
     assert counts.gpu + counts.pcie + counts.cpu > steps
-    if slots in (0, 9):  # with three, chance decides
+    if slots == 0 or (slots == 9 and CUDA):  # in few steps, or with three, chance decides
         assert (counts.gpu == 0) == (slots == 0)
     if slots == SPEC.num_experts:
         assert counts.hit_rate == 1.0
