@@ -604,8 +604,9 @@ void Experts::run(Context& context, Mode mode, const void* x, DType type, const 
   };
   const int64_t up_row = most_bytes(weights_.up_layout()), down_row = most_bytes(weights_.down_layout());
   const int64_t up_rows = mode == Mode::kDown ? 0 : config_.ordered ? slots : 1;
-  // Inputs are kept for all tokens of a pass; of what makes hidden rows they leave a quarter to these.
-  const int64_t per_token = mode == Mode::kDown ? slots * down_row : up_rows * up_row;
+  // Inputs are kept for all tokens of a pass; of what makes hidden rows they leave a quarter to these. A step
+  // without experts has none.
+  const int64_t per_token = std::max<int64_t>(1, mode == Mode::kDown ? slots * down_row : up_rows * up_row);
   const int64_t bytes = context.tuning.store_bytes;
   const int64_t most = std::max<int64_t>(
       1, (mode == Mode::kGateUp || mode == Mode::kDown ? bytes : bytes / 4 * 3) / per_token);

@@ -13,25 +13,12 @@ from hetero.model import hf
 from hetero.model.gguf_file import locate
 from hetero.model.gguf_source import config_of
 from hetero.model.moe_types import check_type
-from hetero.model.numbers import check_numbers
+from hetero.model.numbers import CHOSEN, EXPERTS, POSITIVE, check_numbers
 from hetero.model.shapes import read_config
 
 # Fields that shape a model. transformers would fill an absent one with a default of its own, and the error
 # would show up much later as a wrong shape.
-_SHAPING_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_k",
-    "moe_intermediate_size",
-)
+_SHAPING_FIELDS = (*POSITIVE, *EXPERTS, *CHOSEN)
 
 
 def load_config(source: str | Path | dict[str, Any]) -> hf.Config:

@@ -20,7 +20,7 @@ from hetero.server.state import NotReadyError
 
 # nginx's code for a client that left; nobody reads it.
 CLIENT_LEFT = 499
-NOT_FOUND = 404
+NOT_FOUND, WRONG_METHOD = 404, 405
 # Of a path that is told back, characters.
 _MOST_OF_PATH = 200
 
@@ -119,9 +119,10 @@ def add_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
         # The traceback of a defect goes to the log by the framework.
         answer = told(error)
-        if isinstance(error, HTTPException) and error.detail == HTTPStatus(error.status_code).phrase:
+        status = answer.status if isinstance(error, HTTPException) else 0
+        if status in (NOT_FOUND, WRONG_METHOD) and answer.message == HTTPStatus(status).phrase:
             # Of the router, which says no more than the status does.
-            answer = replace(answer, message=_no_route(request, error.status_code))
+            answer = replace(answer, message=_no_route(request, status))
         return answer.response()
 
     for kind in (HeteroError, RequestValidationError, HTTPException, Exception):

@@ -213,6 +213,11 @@ def test_every_token_skipped(generator: torch.Generator) -> None:
         assert torch.equal(y, torch.zeros(tokens, 32))
         assert torch.equal(experts.gate_up(torch.randn(tokens, 32), ids), torch.zeros(tokens, 2, 64))
         assert torch.equal(experts.down(torch.randn(tokens, 2, 32), ids), torch.zeros(tokens, 2, 32))
+        none = torch.empty(tokens, 0, dtype=torch.long)
+        assert experts.gate_up(torch.randn(tokens, 32), none).shape == (tokens, 0, 64)
+        assert experts.down(torch.randn(tokens, 0, 32), none).shape == (tokens, 0, 32)
+        y = experts.forward(torch.randn(tokens, 32), none, torch.ones(tokens, 0))
+        assert torch.equal(y, torch.zeros(tokens, 32))
 
 
 def test_no_result_of_an_earlier_step_survives(generator: torch.Generator) -> None:
