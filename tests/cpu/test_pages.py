@@ -21,7 +21,10 @@ UNIT = pages._UNIT
 
 @pytest.fixture
 def memory() -> mmap.mmap:
-    return mmap.mmap(-1, 9 * UNIT + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    made = mmap.mmap(-1, 9 * UNIT + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A huge page lies where its address says, which need not be where a unit begins.
+    made.madvise(mmap.MADV_NOHUGEPAGE)
+    return made
 
 
 def address_of(memory: mmap.mmap) -> int:
