@@ -31,7 +31,7 @@ async def answered(
         sent.append(message)
 
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "method": "POST", "path": "/x", "headers": pairs}
+    scope = {"type": "http", "http_version": "1.0", "method": "POST", "path": "/x", "headers": pairs}
     await guard(scope, receive, send)
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
