@@ -3,10 +3,11 @@
     python benchmarks/serve_overhead.py --rounds 20 --json overhead.json [MODEL]
     python benchmarks/serve_overhead.py --cpu     # CPU time by threads, around a model that costs nothing
 
-The same request goes to the engine of ``hetero run`` and to a running ``hetero serve`` in turns, so that what
-else the machine does meets both. The server's times are those that a client sees on its socket, the run's
-those of the engine itself. A short request that is not counted goes before each: memory that a process has
-not touched for seconds is slow to come back, which is the machine's and meets ``hetero run`` as well.
+The same request goes to what ``hetero run`` does once its model is loaded and to a running ``hetero serve``
+in turns, so that what else the machine does meets both. The times are those of whoever reads the text: the
+server's at a socket, the run's at the pipe that it writes to. A short request that is not counted goes before
+each: memory that a process has not touched for seconds is slow to come back, which is the machine's and meets
+``hetero run`` as well.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from served import serving
 
 # Tokens of a request that only warms.
 WARM = 8
+# After the text of a run.
+END = b"\0"
 PROMPT = "Once upon a time there was a whale that"
 
 
@@ -52,19 +55,30 @@ class Other:
 
 
 class Alone(Other):
-    """The engine of ``hetero run``, loaded once, so that turns are seconds apart."""
+    """What ``hetero run`` does, with one load for all runs, so that turns are seconds apart."""
 
     def __init__(self, model: list[str], sets: list[str]) -> None:
         super().__init__(*model, "--engine", *[word for value in sets for word in ("--set", value)])
 
     def run(self, tokens: int) -> tuple[float, float]:
-        """(tokens per second, time to first token in seconds)."""
-        rate, first = self.ask(str(tokens))
-        return rate, first
+        """(tokens per second, time to first token in seconds), as whoever reads the text sees them."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        began = time.perf_counter()
+        print(tokens, file=self._process.stdin, flush=True)
+        times: list[float] = []
+        part = b""
+        while not part.endswith(END):
+            part = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not part:
+                raise ConnectionError("the engine has ended")
+            times.append(time.perf_counter())
+        # The last part is the end of the line, after the last token.
+        return (tokens - 1) / (times[-2] - times[0]), times[0] - began
 
 
 def engine(model: str | None, sets: list[str]) -> None:
-    """The other side of ``Alone``: answers every line of stdin by one run."""
+    """The other side of ``Alone``: answers every line of stdin by one run, as ``hetero run`` shows it."""
     from hetero.config import wait_passively
 
     wait_passively()
@@ -73,14 +87,17 @@ def engine(model: str | None, sets: list[str]) -> None:
     from hetero.engine.request import Request
     from hetero.model.demo import default_model
     from hetero.rules.variables import parse_set
+    from hetero.terminal import stream_answer
 
     loaded = load_model(model or default_model().path, overrides=parse_set(sets))
     assert loaded.tokenizer is not None
     runner = Engine(loaded.runnable)
     for line in sys.stdin:
-        request = Request(tuple(loaded.tokenizer.encode(PROMPT)), max_tokens=int(line), ignore_eos=True)
-        times = runner.complete(request).timings
-        print(json.dumps((times.decode_tok_s, times.ttft_s)), flush=True)
+        stream_answer(
+            runner, Request(tuple(loaded.tokenizer.encode(PROMPT)), max_tokens=int(line), ignore_eos=True)
+        )
+        sys.stdout.buffer.write(END)
+        sys.stdout.flush()
 
 
 def stream_once(url: str, tokens: int, number: int = 0) -> tuple[float, float]:
