@@ -19,7 +19,8 @@ limit=${LIMIT:-240}
 alone="bench_on_gpu or stamps_on_gpu or under_a_cap or failing_worker or worker_that_fails or gives_up or rates_are or takes_the_faster"
 # pytest cuts its lines to this.
 export COLUMNS=240 OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} PYTHONUNBUFFERED=1
-pytest=(python3 -m pytest -v --tb=short -rfE -p no:cacheprovider -m "gpu or amx" --durations=15)
+# Where pytest-benchmark is there it warns of several processes, and warnings are errors.
+pytest=(python3 -m pytest -v --tb=short -rfE -p no:cacheprovider -p no:benchmark -m "gpu or amx" --durations=15)
 
 status=0
 part() { # LOG OPTIONS...

@@ -95,17 +95,25 @@ def test_lengths_that_leave_most_to_experts() -> None:
 
 class Card:
     """A GPU whose memory is ``cap``, with a model on it: what is held for good, what a capture and a token of
-    a chunk take on top, and caches. ``hidden``: what only the second capture takes."""
+    a chunk take on top, and caches. ``hidden``: what torch takes after the second capture; ``graphs``: what
+    the driver takes for it."""
 
-    def __init__(self, cap: int, fixed: int, each: int, wishes: list[CacheWish], hidden: int = 0) -> None:
+    def __init__(
+        self, cap: int, fixed: int, each: int, wishes: list[CacheWish], *, hidden: int = 0, graphs: int = 0
+    ) -> None:
         self.cap, self.fixed, self.each, self.wishes, self.hidden = cap, fixed, each, wishes, hidden
         self.slots, self.kept, self.captures, self.chunk = first_slots(wishes), 0, 0, 4096
-        self.held: list[bool] = []
+        self.graphs, self.held, self.limit = graphs, list[bool](), cap - fixed
+
+    @property
+    def besides(self) -> int:
+        """What is not torch's."""
+        return self.fixed + (self.graphs if self.captures else 0)
 
     @property
     def used(self) -> int:
         sizes = (n * wish.expert_bytes for n, wish in zip(self.slots, self.wishes, strict=True))
-        return self.fixed + self.kept + sum(-(-size // (2 << 20)) * (2 << 20) for size in sizes)
+        return self.besides + self.kept + sum(-(-size // (2 << 20)) * (2 << 20) for size in sizes)
 
     @property
     def left(self) -> int:
@@ -113,10 +121,11 @@ class Card:
 
     def hold(self) -> None:
         self.held.append(self.used <= self.cap)
+        self.limit = self.cap - self.besides
 
     def _take(self, size: int) -> None:
         """Torch keeps what it has taken, until caches are made anew."""
-        if self.used - self.kept + max(size, self.kept) > self.cap:
+        if self.used - self.kept + max(size, self.kept) - self.besides > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.")
         self.kept = max(size, self.kept)
 
@@ -142,7 +151,7 @@ def test_a_cache_takes_what_steps_and_prompts_leave(cap: int, each: int) -> None
     assert slots == card.slots
     assert max(slots) - min(slots) <= 1
     assert card.captures == 1
-    assert card.held == [True]
+    assert card.held == [True, True]
     # All but the margin, and less than what one more expert takes from the driver.
     assert LATER <= card.left < LATER + 2 * (2 << 20) + 2_764_800
     assert card.chunk == 4096
@@ -157,6 +166,10 @@ def test_a_cache_that_turns_out_too_large_is_made_smaller(caplog: pytest.LogCapt
     assert 0.9 * sum(roomy.slots) < sum(slots) < sum(roomy.slots)
     assert card.captures == 2
     assert "made smaller" in caplog.text
+    # What graphs take is not torch's, which is held to what they leave.
+    graphed = Card(24 * GIB, 7 * GIB, 100_000, model, hidden=LATER // 2, graphs=LATER // 2 + GIB // 4)
+    fill(graphed, graphed, model, graphed.resize)
+    assert graphed.used <= graphed.cap
     # What nothing helps is told.
     lost = Card(24 * GIB, 7 * GIB, 100_000, model, hidden=30 * GIB)
     with pytest.raises(MachineError, match="no room for a step and 4096 tokens of a prompt"):

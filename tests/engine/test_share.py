@@ -45,7 +45,17 @@ def test_what_experts_take_is_told_from_what_a_step_takes(rows: int, monkeypatch
     assert calls == [True] * (len(calls) - 1) + [False]
     every, half, none = one.seen[:3]
     assert (every == SPEC.top_k) if rows == 1 else (every > 2 * SPEC.top_k)
-    assert (half, none) == (-(-every // 2), 0)
+    assert 0 < half < every
+    assert none == 0
+
+
+def test_what_was_just_read_is_not_read_again() -> None:
+    one: Any = Clocked()
+    drawn = share.draw(one, 1, torch.Generator().manual_seed(2))
+    every, half, none = (set(ids[ids >= 0].tolist()) for ids in drawn.ids)
+    assert (len(every), len(half), len(none)) == (SPEC.top_k, -(-SPEC.top_k // 2), 0)
+    assert drawn.counts == (len(every), len(half))
+    assert not every & half
 
 
 def test_times_of_a_busy_machine_stay_within_reason(monkeypatch: pytest.MonkeyPatch) -> None:

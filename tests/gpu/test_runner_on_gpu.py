@@ -29,7 +29,7 @@ from hetero.engine.scheduler import Scheduler
 from hetero.ops.embedding import disk_tables, table_reads
 from hetero.store.rows import CachedRows
 from tests.model.parity import load_reference, save_tiny
-from tests.model.routes import Chosen, Routing, chosen_by
+from tests.model.routes import Chosen, Routing, chosen_by, forced
 from tests.model.tiny_moe import VOCAB
 
 pytestmark = [
@@ -119,23 +119,31 @@ def random_tokens(count: int, seed: int = 3) -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_as_transformers(family: str, tmp_path: Path) -> None:
-    """Logits in bfloat16 beside transformers' in float32, over 64 tokens that these chose, by their experts.
-    A token may only differ where two were as near as the error."""
+    """Logits in bfloat16 beside transformers' in float32 of the same weights, over 64 tokens that it chose,
+    by its experts. Some rows of these small models are ill-conditioned: as far off as transformers' own in
+    bfloat16, twice that at most. A token may only differ where two were as near as the error."""
     model_class = save_tiny(family, tmp_path)
     reference = load_reference(family, model_class, tmp_path)
     tokens = random_tokens(12)
     with torch.inference_mode():
+        for weight in reference.parameters():
+            weight.copy_(weight.bfloat16())
         for _ in range(64):
             logits = reference(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
             tokens.append(int(logits[-1].argmax()))
+        ids = torch.tensor([tokens])
         with chosen_by(reference) as chosen:
-            want = reference(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, 11:].float()
+            want = reference(input_ids=ids, use_cache=False).logits[0, 11:].float()
+        with forced(reference.bfloat16(), chosen):
+            theirs = errors(reference(input_ids=ids, use_cache=False).logits[0, 11:].float(), want)
     with fused(tmp_path, experts="bf16") as loaded:
         runner = runner_of(loaded)
         assert not runner.eager, runner.why_eager
         assert runner.launches[1] > 0
         got = told(runner, tokens, 12, routed(runner, [chosen]))
-    assert float(errors(got, want).max()) < 0.05
+    ours = errors(got, want)
+    assert float(ours.median()) < max(0.02, 1.5 * float(theirs.median())), theirs.median()
+    assert float(ours.max()) < max(0.05, 2.0 * float(theirs.max())), theirs.max()
     same_tokens(got, want)
 
 

@@ -45,6 +45,30 @@ def chosen_by(model: Any) -> Iterator[Chosen]:
             hook.remove()
 
 
+@contextmanager
+def forced(model: Any, chosen: Chosen) -> Iterator[None]:
+    """transformers' own model computes by these experts and weights within the context."""
+    hooks = []
+
+    def force(router: Any, ids: Tensor, weights: Tensor) -> Any:
+        def told(module: Any, args: Any, output: Any) -> tuple[Any, ...]:
+            first, theirs, named = output[:3]
+            return (first, weights.reshape(theirs.shape).to(theirs), ids.reshape(named.shape).to(named))
+
+        return router.register_forward_hook(told)
+
+    for module in model.modules():
+        recipe = RECIPES.get(type(module).__name__)
+        if recipe is not None:
+            hooks.append(force(getattr(module, recipe.router), *chosen[len(hooks)]))
+    assert len(hooks) == len(chosen)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class Routing:
     """A hook for ``Decoder.routing``: without ``chosen`` it keeps what routers say, else it says that,
     which is of several sequences. Steps of up to ``rows`` rows can be captured: what they read and write is

@@ -168,6 +168,7 @@ def fill(
         try:
             resize(slots)
             runner.capture(prompt=False)
+            memory.hold()  # anew: graphs are not torch's memory, and what it may have is what they leave
             runner.read_longest()
             return slots
         except (torch.OutOfMemoryError, MachineError) as error:

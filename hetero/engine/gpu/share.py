@@ -57,7 +57,8 @@ class Measured:
 
 
 class Draw(NamedTuple):
-    """A step's choices: x; all ids, half of the experts, none; weights; distinct experts of the first two."""
+    """A step's choices: x; all ids, ids of half as many experts, none; weights; distinct experts of the first
+    two."""
 
     x: Tensor
     ids: tuple[Tensor, Tensor, Tensor]
@@ -66,12 +67,17 @@ class Draw(NamedTuple):
 
 
 def draw(experts: CpuExperts, rows: int, generator: torch.Generator) -> Draw:
-    """Any experts are as likely."""
+    """Any experts are as likely; the half are others than all, as far as there are so many: what was just
+    read lies in the processor's caches."""
     spec = experts.spec
-    every = torch.rand(rows, spec.num_experts, generator=generator).topk(spec.top_k).indices
+    scores = torch.rand(rows, spec.num_experts, generator=generator)
+    every = scores.topk(spec.top_k).indices
     named = torch.bincount(every.flatten()).nonzero().flatten()
-    some = named[torch.randperm(len(named), generator=generator)[: -(-len(named) // 2)]]
-    half = torch.where(torch.isin(every, some), every, -1)
+    scores[:, named] -= 1.0
+    others = scores.topk(spec.top_k).indices
+    rest = torch.bincount(others.flatten()).nonzero().flatten()
+    some = rest[torch.randperm(len(rest), generator=generator)[: -(-len(rest) // 2)]]
+    half = torch.where(torch.isin(others, some), others, -1)
     weights = torch.full(every.shape, 1.0 / spec.top_k)
     x = torch.randn(rows, spec.hidden, generator=generator).bfloat16()
     return Draw(x, (every, half, torch.full_like(every, -1)), weights, (len(named), len(some)))
