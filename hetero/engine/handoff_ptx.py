@@ -102,7 +102,6 @@ FOUND:
   mov.u32 %value, 0;
   st.relaxed.sys.global.u32 [%done], %value;
 END:
-  fence.acq_rel.sys;
   ret;
 }}
 """

@@ -12,7 +12,7 @@ from hetero.core import ExpertSpec
 from hetero.engine.gpu import share
 
 SPEC = ExpertSpec(40, 32, 16, 4)
-EACH, LEAD, CALL = 30e-6, 12e-6, 7e-6
+EACH, LEAD, CALL = 30e-6, 8e-6, 7e-6
 
 
 class Clocked:

@@ -77,11 +77,11 @@ def runner_of(loaded: Loaded) -> GpuRunner:
     return loaded.runnable.runner
 
 
-def routed(runner: GpuRunner, chosen: Sequence[Chosen] = (), rows: int = 1) -> Routing:
+def routed(runner: GpuRunner, chosen: Sequence[Chosen] = ()) -> Routing:
     """Experts are kept, or are those of ``chosen``, in graphs that are captured now."""
     decoder: Any = runner.decoder
     layers, k = len(runner.experts), _any(runner.experts[0]).experts.spec.top_k
-    decoder.routing = routing = Routing(runner.device, layers, k, rows, chosen)
+    decoder.routing = routing = Routing(runner.device, layers, k, max(runner.rows), chosen)
     routing.step()
     runner.capture(prompt=False)
     return routing
@@ -233,7 +233,7 @@ def test_batches(family: str, tmp_path: Path) -> None:
         for tokens in sequences:
             want.append(told(runner, tokens, 4, routing))
             chosen.append(routing.kept())
-        routing = routed(runner, chosen, 16)
+        routing = routed(runner, chosen)
         for count in (2, 3, 8, 16):
             slots = [runner.claim() for _ in range(count)]
             for sequence, (slot, tokens) in enumerate(zip(slots, sequences, strict=False)):
@@ -281,8 +281,8 @@ def test_a_thousand_steps_with_migrations(tmp_path: Path) -> None:
     found = errors(torch.stack(rows), want[1:])
     assert moved > 0
     assert float(found.max()) < 0.02
-    # Nothing accumulates.
-    assert float(found[-200:].mean()) < 4 * float(found[:200].mean()) + 1e-3
+    # It is that of keys and values in bfloat16, however many there are.
+    assert float(found[-200:].mean()) < 2.0**-8
 
 
 def _any(value: object) -> Any:
@@ -426,7 +426,7 @@ def test_halves_that_take_turns(family: str, lanes: str, tmp_path: Path) -> None
         runner = runner_of(loaded)
         assert lanes == "auto" or runner._steps.turns == {2, 4}
         assert any("halves take turns" in note for note in loaded.notes) == (lanes == "auto")
-        routing = routed(runner, chosen, 4)
+        routing = routed(runner, chosen)
         for count in (3, 4):
             slots = [runner.claim() for _ in range(count)]
             for sequence, (slot, tokens) in enumerate(zip(slots, sequences, strict=False)):

@@ -31,8 +31,9 @@ _CALLS = 16  # of the GPU's kernels in a graph
 FLAGS_S = 5e-6
 """Of a layer, until the other side sees a flag (docs/perf.md, "Hand-off")."""
 
-LONGEST_LEAD_S = 60e-6
-"""Up to which a lead is believed: on a machine with other work a measured one may be anything."""
+LONGEST_LEAD_S = 10e-6
+"""Up to which a lead is believed: threads that a call wakes are awake in a step, where the lead is 7 to 10 us
+(fitted to the CPU's times of steps with few and many experts on two hosts of 14 threads, docs/perf.md)."""
 
 
 class Rates(NamedTuple):

@@ -14,6 +14,9 @@ MARGIN = 256 << 20
 MODULES = 64 << 20
 """Of a cap, that torch leaves to what the driver loads besides: kernels that are used for the first time."""
 
+DRIVER = 256 << 20
+"""What the driver takes of a device at most for a context, and counts as no process's."""
+
 BESIDES = 3 << 30
 """What a process takes of a GPU at most besides torch's own; where the driver says more, or less than torch
 has, it speaks of a process of another container that has the same number."""
@@ -26,7 +29,8 @@ class Vram:
     """Everything that this process allocates on ``device``, its context included, from the driver's view.
     ``cap``: most bytes of it; None: what is free less a margin.
 
-    That is what the driver's management library says of this process. Where it does not tell
+    That is what the driver's management library says of this process, and what the device has less since its
+    context was made that it says of none. Where it does not tell
     (``by_process`` is false), it is what is in use on the device less what was before: make it before the
     process has used the device, and what others take there meanwhile counts as ours.
     """
@@ -40,7 +44,12 @@ class Vram:
         free, _ = torch.cuda.mem_get_info(self.device)
         own = CONTEXT + torch.cuda.memory_reserved(self.device)
         self._free_before = free + own if known is None else known
-        self.by_process = self._told() is not None
+        self._driver = 0
+        told = self._told()
+        self.by_process = told is not None
+        if told is not None and known is not None:
+            # Of a card that shows another program's window nothing may be missing either.
+            self._driver = max(0, min(known - free - told, DRIVER))
         if cap is not None and cap > (total := self._total()):
             raise MachineError(f"--vram {gib(cap)}: {self.device} has {gib(total)}")
 
@@ -59,7 +68,11 @@ class Vram:
         """What the driver says of this process, where that can be."""
         told = process_bytes(self.device.index or 0)
         besides = None if told is None else told - torch.cuda.memory_reserved(self.device)
-        return told if besides is not None and 0 <= besides <= BESIDES else None
+        return (
+            told + self._driver
+            if told is not None and besides is not None and 0 <= besides <= BESIDES
+            else None
+        )
 
     @property
     def left(self) -> int:
