@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <new>
 #include <system_error>
-#include <utility>
 #include <vector>
 
 namespace hetero {
@@ -34,40 +33,15 @@ Arena::Arena(size_t bytes, int node) : node_(node) {
   if (bytes > SIZE_MAX / 2) throw std::bad_alloc();
   size_ = (bytes + 4095) / 4096 * 4096;
   const bool huge = size_ >= kHugePage;
-  mapped_ = size_ + (huge ? kHugePage : 0);
-  mapping_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapping_ == MAP_FAILED) {
-    mapping_ = nullptr;
-    throw std::bad_alloc();
-  }
-  uintptr_t start = reinterpret_cast<uintptr_t>(mapping_);
+  const size_t mapped = size_ + (huge ? kHugePage : 0);
+  void* mapping = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapping == MAP_FAILED) throw std::bad_alloc();
+  mapping_ = std::shared_ptr<void>(mapping, [mapped](void* all) { munmap(all, mapped); });
+  uintptr_t start = reinterpret_cast<uintptr_t>(mapping);
   if (huge) start = (start + kHugePage - 1) / kHugePage * kHugePage;
   data_ = reinterpret_cast<uint8_t*>(start);
   if (huge) madvise(data_, size_, MADV_HUGEPAGE);  // advice: without huge pages the same bytes, slower
   if (node >= 0) bind_error_ = bind_to_node(data_, size_, node);
-}
-
-Arena::~Arena() { release(); }
-
-void Arena::release() {
-  if (mapping_ != nullptr) munmap(mapping_, mapped_);
-  mapping_ = nullptr;
-  data_ = nullptr;
-  size_ = mapped_ = 0;
-}
-
-Arena::Arena(Arena&& other) noexcept { *this = std::move(other); }
-
-Arena& Arena::operator=(Arena&& other) noexcept {
-  if (this == &other) return *this;
-  release();
-  data_ = std::exchange(other.data_, nullptr);
-  size_ = std::exchange(other.size_, 0);
-  mapping_ = std::exchange(other.mapping_, nullptr);
-  mapped_ = std::exchange(other.mapped_, 0);
-  node_ = other.node_;
-  bind_error_ = other.bind_error_;
-  return *this;
 }
 
 std::map<int, int64_t> Arena::page_nodes(size_t most) const {

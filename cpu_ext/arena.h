@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 
 namespace hetero {
 
@@ -16,9 +17,7 @@ class Arena {
   // come from, by the kernel's number; -1 leaves that to the kernel. A refusal of the kernel to bind is no
   // error: bind_error() tells it.
   explicit Arena(size_t bytes, int node = -1);
-  ~Arena();
-  Arena(Arena&& other) noexcept;
-  Arena& operator=(Arena&& other) noexcept;
+  // A copy is of the same memory, which ends with the last of them.
 
   uint8_t* data() const { return data_; }
   size_t size() const { return size_; }
@@ -34,11 +33,9 @@ class Arena {
   void reserve(size_t bytes);
 
  private:
-  void release();
+  std::shared_ptr<void> mapping_;
   uint8_t* data_ = nullptr;
   size_t size_ = 0;
-  void* mapping_ = nullptr;
-  size_t mapped_ = 0;
   int node_ = -1;
   int bind_error_ = 0;
 };

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "bulk.h"
 #include "context.h"
 #include "dispatch.h"
 #include "fields.h"
@@ -143,31 +144,6 @@ std::vector<Band> make_bands(const Bands& given, int32_t format, bool exact) {
   return bands;
 }
 
-// Eight lanes of multiply and rotate over words, mixed at the end: any changed bit, and any exchange of
-// words, changes it. No defence against somebody who wants two contents to look alike.
-uint64_t checksum(const uint8_t* data, int64_t bytes) {
-  constexpr uint64_t kOdd = 0x9e3779b97f4a7c15ull;
-  constexpr int64_t kLanes = 8;
-  uint64_t lanes[kLanes];
-  for (int64_t i = 0; i < kLanes; ++i) lanes[i] = kOdd * static_cast<uint64_t>(i + 1);
-  auto mix = [](uint64_t lane, uint64_t word) {
-    const uint64_t h = (lane ^ word) * kOdd;
-    return h << 29 | h >> 35;
-  };
-  int64_t at = 0;
-  for (; at + 8 * kLanes <= bytes; at += 8 * kLanes) {
-    for (int64_t i = 0; i < kLanes; ++i) {
-      uint64_t word;
-      std::memcpy(&word, data + at + 8 * i, 8);
-      lanes[i] = mix(lanes[i], word);
-    }
-  }
-  uint64_t all = static_cast<uint64_t>(bytes);
-  for (const uint64_t lane : lanes) all = mix(all, lane);
-  for (; at < bytes; ++at) all = mix(all, data[at]);
-  return all ^ all >> 31;
-}
-
 // The ggml type in whose blocks matrices stay, -1 for none, and its tables.
 using Stored = std::tuple<int32_t, GgmlTable<uint64_t>, GgmlTable<float>>;
 
@@ -275,6 +251,39 @@ NB_MODULE(_cpu, m) {
     return job.done.load();
   });
 
+  nb::class_<Arena>(m, "Arena")
+      .def(nb::init<size_t>())
+      .def_prop_ro("address", [](const Arena& a) { return reinterpret_cast<uintptr_t>(a.data()); })
+      .def_prop_ro("nbytes", &Arena::size);
+
+  // Blocks are (offset in the file, stride, bytes of an expert, checksums, memory).
+  using Block = std::tuple<int64_t, int64_t, int64_t, std::vector<uint64_t>, const Arena*>;
+  nb::class_<BulkRead>(m, "BulkRead")
+      .def("__init__",
+           [](BulkRead* self, int file, int direct, const std::vector<Block>& given, int threads) {
+             std::vector<BulkBlock> blocks;
+             for (const auto& [offset, stride, bytes, sums, memory] : given) {
+               if (stride < 1 || bytes > stride || memory->size() / static_cast<size_t>(stride) < sums.size())
+                 throw std::invalid_argument("a block does not fit into its memory");
+               blocks.push_back({offset, stride, bytes, sums, *memory});
+             }
+             new (self) BulkRead(file, direct, std::move(blocks), threads);
+           })
+      // (kind of the fault, its value)
+      .def("wait",
+           [](BulkRead& r, int64_t block) {
+             nb::gil_scoped_release release;
+             const BulkFault fault = r.wait(block);
+             return std::make_pair(static_cast<int>(fault.kind), fault.value);
+           })
+      .def("stop",
+           [](BulkRead& r) {
+             nb::gil_scoped_release release;
+             r.stop();
+           })
+      .def_prop_ro("read_bytes", &BulkRead::read_bytes)
+      .def_prop_ro("taken_bytes", &BulkRead::taken_bytes);
+
   nb::class_<Experts>(m, "Experts")
       .def(
           "__init__",
@@ -282,20 +291,20 @@ NB_MODULE(_cpu, m) {
              int32_t down_group, int64_t experts, int64_t hidden, int64_t intermediate, bool bias,
              int32_t kind, bool gate, float alpha, float gate_max, float up_limit, float act_max,
              float up_offset, int32_t spread, const std::vector<int>& nodes, int only, const Stored& stored,
-             const Stored& down_stored, bool ordered) {
+             const Stored& down_stored, bool ordered, const Arena* memory) {
             const Act act = {kind, gate, alpha, gate_max, up_limit, act_max, up_offset};
             const auto store = [](const Stored& s) {
               return ggml_store(std::get<0>(s), std::get<1>(s), std::get<2>(s));
             };
             new (self) Experts({experts, hidden, intermediate, format, group, down_format, down_group, bias,
                                 act, store(stored), store(down_stored), ordered},
-                               {static_cast<Spread>(spread), nodes, only}, choose_isa(isa));
+                               {static_cast<Spread>(spread), nodes, only}, choose_isa(isa), memory);
           },
           nb::arg("isa"), nb::arg("format"), nb::arg("group"), nb::arg("down_format"), nb::arg("down_group"),
           nb::arg("experts"), nb::arg("hidden"), nb::arg("intermediate"), nb::arg("bias"), nb::arg("kind"),
           nb::arg("gate"), nb::arg("alpha"), nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("act_max"),
           nb::arg("up_offset"), nb::arg("spread"), nb::arg("nodes"), nb::arg("only"), nb::arg("stored"),
-          nb::arg("down_stored"), nb::arg("ordered"))
+          nb::arg("down_stored"), nb::arg("ordered"), nb::arg("memory").none())
       .def("set_isa",
            [](Experts& e, const std::string& isa) {
              const IsaChoice choice = choose_isa(isa);
@@ -319,6 +328,8 @@ NB_MODULE(_cpu, m) {
       .def_prop_ro("nbytes", [](Experts& e) { return e.weights().nbytes(); })
       .def_prop_ro("stride", [](Experts& e) { return e.weights().stride(); })
       .def_prop_ro("address", [](Experts& e) { return reinterpret_cast<uintptr_t>(e.weights().data()); })
+      // The memory of whole experts, which stays as long as what is returned.
+      .def_prop_ro("memory", [](Experts& e) { return e.weights().arenas()[0]; })
       // For each part of an expert: its units of gate and up, its blocks of down.
       .def("shares",
            [](Experts& e, int64_t expert) {

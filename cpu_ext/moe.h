@@ -63,8 +63,9 @@ struct Context {
 
 class Experts {
  public:
-  Experts(const ExpertsConfig& config, const Placement& placement, IsaChoice isa)
-      : config_(config), weights_(config, placement) {
+  Experts(const ExpertsConfig& config, const Placement& placement, IsaChoice isa,
+          const Arena* memory = nullptr)
+      : config_(config), weights_(config, placement, memory) {
     set_isa(isa);
   }
 

@@ -63,7 +63,7 @@ void add_shares(int64_t total, int parts, int first, std::vector<int64_t>* begin
 
 }  // namespace
 
-Weights::Weights(const ExpertsConfig& config, const Placement& placement)
+Weights::Weights(const ExpertsConfig& config, const Placement& placement, const Arena* memory)
     : config_(config),
       up_packed_(packed_up(config)),
       down_packed_(packed_down(config)),
@@ -86,6 +86,13 @@ Weights::Weights(const ExpertsConfig& config, const Placement& placement)
         sizes[static_cast<size_t>(part)] += part_bytes(e, part);
       }
     }
+  }
+  if (memory != nullptr) {
+    if (placement.spread != Spread::kWhole || placement.nodes[0] >= 0 ||
+        memory->size() != static_cast<size_t>(sizes[0]))
+      throw std::invalid_argument("this memory is not for these experts");
+    arenas_.push_back(*memory);
+    return;
   }
   for (size_t i = 0; i < static_cast<size_t>(std::max(parts_, copies_)); ++i) {
     const int64_t bytes = sizes[copies_ > 1 ? 0 : i];

@@ -62,8 +62,9 @@ class Weights {
   };
 
   // Throws std::invalid_argument for a format and shape that do not exist, std::bad_alloc when the system
-  // refuses the memory.
-  Weights(const ExpertsConfig& config, const Placement& placement);
+  // refuses the memory. `memory`: what whole experts without a node of their own shall lie in, where it is
+  // not nullptr; std::invalid_argument where it is not of their size, or they are placed otherwise.
+  Weights(const ExpertsConfig& config, const Placement& placement, const Arena* memory = nullptr);
   Weights(const Weights&) = delete;
   Weights& operator=(const Weights&) = delete;
 

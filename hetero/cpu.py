@@ -26,7 +26,7 @@ from hetero.cpu_pool import (
     tiles_refused,
     use_machine,
 )
-from hetero.cpu_weights import DTYPES, PackedExperts, Part, checksum, packed_nbytes
+from hetero.cpu_weights import DTYPES, Arena, PackedExperts, Part, checksum, offered, packed_nbytes
 from hetero.formats import Format
 from hetero.hw import memory
 from hetero.kernel_choice import kernel_choice
@@ -35,6 +35,8 @@ from hetero.quant.pack import Codes, check_codes
 __all__ = [
     "MOST_ROWS",
     "WORKSPACE_BYTES",
+    "Arena",
+    "BulkRead",
     "Channel",
     "ChannelLayout",
     "CpuExperts",
@@ -46,6 +48,7 @@ __all__ = [
     "isas",
     "kernel_counts",
     "machine",
+    "offered",
     "open_channel",
     "pack_matrix",
     "pack_quantised",
@@ -221,6 +224,9 @@ class CpuExperts(PackedExperts):
             ids = ids.long()
         return x.contiguous(), ids.contiguous()
 
+
+BulkRead = _cpu.BulkRead
+"""Reads of whole experts by threads of the extension, see ``store.bulk``."""
 
 Channel, ChannelLayout, Twin = _cpu.Channel, _cpu.ChannelLayout, _cpu.Twin
 """The hand-off's CPU side, where its memory lies, and a thread in a GPU stream's place: ``engine.handoff``

@@ -5,11 +5,13 @@ The operator over them is ``cpu.CpuExperts``. What is here checks its arguments 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import numpy as np
@@ -33,6 +35,34 @@ _PARTS: tuple[Part, ...] = ("gate", "up", "down", "gate_bias", "up_bias", "down_
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _KINDS = {kind: number for number, kind in enumerate(ActKind)}  # the order of cpu_ext/kernels.h
 
+
+Arena = _cpu.Arena
+"""Memory for the experts of one block, by its bytes. It is there while this object is, or experts that have
+taken it, or reads into it."""
+
+_offered: ContextVar[list[Arena]] = ContextVar("_offered", default=[])  # noqa: B039  never changed in place
+
+
+@contextlib.contextmanager
+def offered(arenas: Sequence[Arena]) -> Iterator[None]:
+    """Experts that are made within it take these as their memory, where they want as much without a node of
+    their own: each the first that fits."""
+    token = _offered.set(list(arenas))
+    try:
+        yield
+    finally:
+        _offered.reset(token)
+
+
+def _take_offered(nbytes: int) -> Arena | None:
+    left = _offered.get()
+    fits = next((arena for arena in left if arena.nbytes == nbytes), None)
+    if fits is not None:
+        _offered.set([arena for arena in left if arena is not fits])
+    return fits
+
+
+_PAGE = 4096  # what an expert begins at a multiple of
 
 _unbound_is_told = False
 _live: weakref.WeakSet[PackedExperts] = weakref.WeakSet()
@@ -84,6 +114,8 @@ class PackedExperts:
         bound = [node for node in where.nodes if node >= 0]
         for node in bound:
             memory.require_on_node(node, (needed + promised) // len(bound), what)
+        alone = where.spread is placement.Spread.WHOLE and not bound
+        stride = -(-(needed // where.copies // spec.num_experts) // _PAGE) * _PAGE
         try:
             self._experts = _cpu.Experts(
                 isa=self.isa,
@@ -108,6 +140,7 @@ class PackedExperts:
                 stored=_stored(fmt),
                 down_stored=_stored(self.down_format),
                 ordered=fmt.ordered,
+                memory=_take_offered(spec.num_experts * stride) if alone else None,
             )
         except MemoryError:
             have = memory.available()
@@ -137,6 +170,12 @@ class PackedExperts:
     def nbytes(self) -> int:
         """Bytes of the packed experts."""
         return self._experts.nbytes
+
+    @property
+    def arena(self) -> Arena | None:
+        """The memory of all experts, each at the next page after the one before; None where a placement cuts
+        or copies them."""
+        return self._experts.memory if self._where.spread is placement.Spread.WHOLE else None
 
     @property
     def promised_bytes(self) -> int:

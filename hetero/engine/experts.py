@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hetero.config import settings
 from hetero.core import InputError, MachineError, ModuleInfo
+from hetero.cpu import offered
 from hetero.engine.packing import Filling, Packed, PackTarget, close_quietly, keep, pack
 from hetero.engine.tables import disk_hint, largest_in_flight
 from hetero.engine.tiers import Site, Tiers, apply_slots, decide, find_sites, manifest_of, slow_note
@@ -18,7 +20,8 @@ from hetero.model.loader import LoadPlan
 from hetero.model.source import Source
 from hetero.rules import Placement
 from hetero.rules.explain import explain, totals
-from hetero.store.cache import AUTO, PackCache, discard, find
+from hetero.store.bulk import EarlyReads
+from hetero.store.cache import AUTO, PackCache, discard, find, find_likely
 from hetero.store.disk import disk_speed
 from hetero.store.packfile import PackFile, PackUnusable
 from hetero.wholefile import unwritable
@@ -57,7 +60,10 @@ class ExpertsOnTiers:
         store: StoreOptions,
         progress: Callable[[int, int], None] | None,
         tell: Callable[[str], None],
+        early: EarlyReads | None = None,
     ) -> None:
+        """``early``: reads of a file of experts that may turn out to be these; else they end here."""
+        self._early = early
         self._progress, self._tell = progress, tell
         self.notes: list[str] = []
         self._sites = find_sites(ready.modules, ready.placement)
@@ -66,12 +72,26 @@ class ExpertsOnTiers:
         self._cache = PackCache.of(store.pack_cache, ready.folder)
         self._file: PackFile | None = None
         if not self._sites:
+            self._drop_early()
             return
         self._manifest = manifest_of(self._sites, ready.checkpoint.tensors)
         self._file_name = self._manifest.file_name(_model_name(ready.folder))
         found = find(self._cache.look, self._file_name, self._manifest)
         self._file = found.file
         self.notes += found.notes
+        whole = self._file is not None and not self._tiers.slots
+        if early is None or not whole or self._file is None or not early.file.same_file(self._file):
+            self._drop_early()
+
+    @property
+    def memory(self) -> AbstractContextManager[None]:
+        """A context in which experts are to be made: they take memory that is being filled already."""
+        return offered([] if self._early is None else self._early.arenas)
+
+    def _drop_early(self) -> None:
+        if self._early is not None:
+            self._early.drop()
+            self._early = None
 
     @property
     def has_file(self) -> bool:
@@ -111,7 +131,7 @@ class ExpertsOnTiers:
                 ram[site.name] = backend
             elif self._file is not None:
                 backend.attach(self._file, index)
-        return Filling(self._file, ram, self._progress)
+        return Filling(self._file, ram, self._progress, self._early)
 
     @property
     def attached(self) -> set[str]:
@@ -143,6 +163,31 @@ class ExpertsOnTiers:
             self.notes.append(keep(path, self._manifest, backends, self._tell))
         if not self._tiers.slots:
             close_quietly(self._file)
+
+
+@contextmanager
+def early_reads(folder: Path, store: StoreOptions) -> Iterator[EarlyReads | None]:
+    """Reads of the one file of packed experts that this model has, if it has one: they go on while it is
+    found out whether that is what is wanted, and have ended when the context is left.
+
+    Nothing is wrong here: what is wrong with the file or its options is found again, and told, later.
+    """
+    early = None
+    if store.tier != "disk":
+        with suppress(InputError, OSError):
+            file = find_likely(PackCache.of(store.pack_cache, folder).look, _model_name(folder), folder)
+            if file is not None and 2 * file.manifest.nbytes > memory.available().bytes:
+                close_quietly(file)
+            elif file is not None:
+                early = EarlyReads(file)
+    if early is None:
+        yield None
+        return
+    try:
+        with memory.taken_ahead(lambda: early.taken):
+            yield early
+    finally:
+        early.drop()
 
 
 def _model_name(model: Path) -> str:

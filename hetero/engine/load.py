@@ -18,7 +18,7 @@ import torch
 from hetero import inject, jsonfile
 from hetero.config import ISAS, settings
 from hetero.core import InputError, ModuleInfo
-from hetero.engine.experts import ExpertsOnTiers, Ready, StoreOptions, pack_experts
+from hetero.engine.experts import ExpertsOnTiers, Ready, StoreOptions, early_reads, pack_experts
 from hetero.engine.generate import Runnable
 from hetero.engine.gpu.loading import FUSED_DTYPE, GpuOptions, Graphs
 from hetero.engine.packing import Packed
@@ -42,6 +42,7 @@ from hetero.rules import Assignment, Placement, load_rules, match
 from hetero.rules.defaults import default_rules_for, for_dense
 from hetero.rules.options import schemas_for
 from hetero.stats import Recorder
+from hetero.store.bulk import EarlyReads
 
 log = logging.getLogger("hetero.load")
 
@@ -114,16 +115,32 @@ def load_model(
             gpu=gpu,
         )
     set_threads(threads)
-    ready = prepare(folder, rules=rules, overrides=overrides, dtype=dtype, isa=isa, tier=store.tier)
-    ready = place_tables(ready)
+    with early_reads(folder, store) as early:
+        ready = prepare(folder, rules=rules, overrides=overrides, dtype=dtype, isa=isa, tier=store.tier)
+        return _fill(ready, store, gpu=gpu, progress=progress, tell=tell, early=early, began=began)
+
+
+def _fill(
+    ready: Ready,
+    store: StoreOptions,
+    *,
+    gpu: GpuOptions | None,
+    progress: Callable[[int, int], None] | None,
+    tell: Callable[[str], None],
+    early: EarlyReads | None,
+    began: float,
+) -> Loaded:
+    """What comes after ``prepare``; ``early``: reads of a file that may be that of the experts."""
+    folder, ready = ready.folder, place_tables(ready)
     config, model, placement, dtype = ready.config, ready.model, ready.placement, ready.dtype
     graphs = Graphs(model, placement, dtype, gpu)
     checkpoint, plan = ready.checkpoint, ready.plan
-    experts = ExpertsOnTiers(ready, store, progress, tell)
+    experts = ExpertsOnTiers(ready, store, progress, tell, early)
     placement, found = experts.placement, experts.has_file
     tokenizer = None if found else load_tokenizer(folder)
     experts.pack(ready)
-    injected = inject.apply(model, placement)
+    with experts.memory:
+        injected = inject.apply(model, placement)
     homes = {name: str(one.loads_on) for name, one in model.named_modules() if hasattr(one, "loads_on")}
 
     linears: Any = {

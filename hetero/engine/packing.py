@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,10 +18,13 @@ from hetero.hw import memory
 from hetero.model.convert import is_expertwise
 from hetero.model.loader import LoadPlan, load
 from hetero.model.source import Source
+from hetero.store.bulk import EarlyReads
 from hetero.store.cache import discard
 from hetero.store.manifest import Manifest
 from hetero.store.packfile import DamagedError, PackFile, PackWriter
 from hetero.store.packing import PackingSink
+
+_TELL_S = 0.1  # from one call of a progress to the next
 
 Progress = Callable[[int, int], None]
 Tell = Callable[[str], None]
@@ -122,20 +124,32 @@ class Filling:
     """
 
     def __init__(
-        self, file: PackFile | None, backends: Mapping[str, Any], progress: Progress | None = None
+        self,
+        file: PackFile | None,
+        backends: Mapping[str, Any],
+        progress: Progress | None = None,
+        early: EarlyReads | None = None,
     ) -> None:
         """Begin to read into ``backends``, by name of experts module; those that the file does not have, and
-        all without a file, are left alone. ``progress`` is called by other threads."""
-        self._file, self._backends, self._progress = file, backends, progress
-        self._lock = threading.Lock()
+        all without a file, are left alone. ``progress`` is called by another thread. ``early``: reads of the
+        file that have begun, which go on where they are into these backends' memory."""
+        self._file, self._backends = file, backends
         blocks = list(enumerate(file.manifest.blocks)) if file is not None else []
         self._blocks = {block.name: index for index, block in blocks if block.name in backends}
         self._total = sum(block.nbytes for _, block in blocks if block.name in backends)
-        self._done = 0
-        self._reads: dict[str, list[Future[Any]]] = {}
-        if file is not None:
-            for name, index in self._blocks.items():
-                self._reads[name] = file.start_block(index, backends[name], self._count)
+        self._cleanup = ExitStack()
+        if file is None:
+            return
+        into = {index: backends[name] for name, index in self._blocks.items()}
+        reads = early.take(into) if early is not None else None
+        if reads is None:
+            if early is not None:
+                early.drop()
+            reads = file.read_blocks(into)
+        self._reads = reads
+        self._cleanup.callback(reads.stop)
+        if progress is not None:
+            self._watch(progress)
 
     @property
     def names(self) -> set[str]:
@@ -152,12 +166,13 @@ class Filling:
             return filled, None
         for name, index in self._blocks.items():
             try:
-                self._file.finish_block(index, self._backends[name], self._reads.pop(name))
+                self._reads.finish(index, self._backends[name])
             except MachineError as error:
                 damage = damage or str(error)
                 damaged = damaged or isinstance(error, DamagedError)
                 continue
             filled.add(name)
+        self._cleanup.close()
         if damaged:
             discard(self._file.path)
         return filled, damage
@@ -166,16 +181,21 @@ class Filling:
         return self
 
     def __exit__(self, *_: object) -> None:
-        left = [read for reads in self._reads.values() for read in reads]
-        running = [read for read in left if not read.cancel()]
-        self._reads.clear()
-        wait(running)
+        self._cleanup.close()
 
-    def _count(self, nbytes: int) -> None:
-        if self._progress is not None:
-            with self._lock:
-                self._done += nbytes
-                self._progress(self._done, self._total)
+    def _watch(self, progress: Progress) -> None:
+        """Tell ``progress`` of what has come, from now on to the end."""
+        over = threading.Event()
+
+        def tell() -> None:
+            while not over.wait(_TELL_S):
+                progress(self._reads.nbytes, self._total)
+            progress(self._reads.nbytes, self._total)
+
+        thread = threading.Thread(target=tell, name="hetero-progress", daemon=True)
+        thread.start()
+        self._cleanup.callback(thread.join)
+        self._cleanup.callback(over.set)
 
 
 def keep(path: Path, manifest: Manifest, backends: Mapping[str, CpuExperts], tell: Tell) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,9 @@ _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 # What the user says that this process may hold in all; None: what the machine says of itself.
 _stated: int | None = None
 
+# What tells how many bytes this process has taken for what it will ask for.
+_ahead: list[Callable[[], int]] = []
+
 
 def parse_bytes(text: str | int) -> int:
     """``20GiB``, ``20G``, ``512MiB`` (1024), ``20GB`` (1000) or a number of bytes. Raises InputError."""
@@ -47,6 +52,17 @@ def state(ram: int | None) -> None:
     _stated = ram
 
 
+@contextlib.contextmanager
+def taken_ahead(count: Callable[[], int]) -> Iterator[None]:
+    """While it lasts, ``count`` tells of bytes that this process has taken already for what is still going to
+    ask whether it fits: they count as available."""
+    _ahead.append(count)
+    try:
+        yield
+    finally:
+        _ahead.remove(count)
+
+
 def available(root: Path = Path("/")) -> Available:
     """Available memory as the tree under ``root`` tells it (``proc`` and ``sys/fs/cgroup``), or what is left
     of what ``state`` said.
@@ -54,6 +70,7 @@ def available(root: Path = Path("/")) -> Available:
     Page cache counts as free, since the kernel gives it up under pressure, and swap never counts. Raises
     MachineError where nothing can be read.
     """
+    ahead = sum(count() for count in _ahead)
     if _stated is None:
         found = _meminfo(root)
     else:
@@ -62,7 +79,8 @@ def available(root: Path = Path("/")) -> Available:
     found += [*_cgroup_v2(root), *_cgroup_v1(root)]
     if not found:
         raise MachineError("cannot read the available memory from /proc/meminfo or /sys/fs/cgroup")
-    return min(found, key=lambda a: a.bytes)
+    least = min(found, key=lambda a: a.bytes)
+    return Available(least.bytes + ahead, least.limit) if ahead else least
 
 
 def require(needed: int, what: str, root: Path = Path("/")) -> None:

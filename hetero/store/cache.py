@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,34 @@ def find(folders: Iterable[Path], name: str, manifest: Manifest) -> Found:
         file.close()
         notes.append(f"{path}: {difference}; it is not used")
     return Found(None, tuple(notes))
+
+
+def find_likely(folders: Iterable[Path], model: str, source: Path) -> PackFile | None:
+    """The only file that experts of ``model`` have in ``folders``, of a source that is as it was, by its
+    files' sizes and times; ``find`` knows whether it serves. None where there is none, or are several.
+
+    ``source`` is a checkpoint's folder or file. Raises OSError for one that cannot be read.
+    """
+    name = re.compile(re.escape(model) + r"-[0-9a-f]{12}\.hpack")
+    found: dict[str, Path] = {}
+    for folder in folders:
+        if folder.is_dir():
+            for path in folder.iterdir():
+                if name.fullmatch(path.name):
+                    found.setdefault(path.name, path)
+    if len(found) != 1:
+        return None
+    try:
+        file = PackFile(*found.values())
+    except PackUnusable:
+        return None
+    beside = source if source.is_dir() else source.parent
+    for name_, size, time in file.manifest.source.files:
+        status = (beside / name_).stat() if (beside / name_).is_file() else None
+        if status is None or (status.st_size, status.st_mtime_ns) != (size, time):
+            file.close()
+            return None
+    return file
 
 
 def discard(path: Path) -> None:

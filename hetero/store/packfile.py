@@ -14,7 +14,7 @@ import fcntl
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.core import MachineError
-from hetero.cpu import CpuExperts, checksum
+from hetero.cpu import Arena, CpuExperts, checksum
 from hetero.hw.memory import gib
+from hetero.store.bulk import BlockPlace, BlockReads, DamagedError, damaged
 from hetero.store.manifest import Manifest
 from hetero.store.reads import PIECE, DirectFile, aligned, buffer, explain, settle, submit
 
@@ -34,15 +35,13 @@ _HEAD = struct.Struct("<8sIIQQQ")  # magic, version, 0, offset of the experts, l
 # More than any model needs: 100 blocks of names and numbers are 30 KB.
 _MAX_JSON = 1 << 26
 
+__all__ = ["DamagedError", "PackFile", "PackUnusable", "PackWriter"]
+
 Sums = npt.NDArray[np.uint64]
 
 
 class PackUnusable(Exception):  # noqa: N818  no error: the experts are packed anew
     """Why a file cannot serve, as the end of a sentence that begins with its path."""
-
-
-class DamagedError(MachineError):
-    """Experts whose bytes are not those that were written."""
 
 
 class _Layout:
@@ -154,60 +153,25 @@ class PackFile:
             raise explain(self.path, what, error) from None
         self._compare(block, expert, into)
 
-    def start_block(
-        self, block: int, experts: CpuExperts, progress: Callable[[int], None] | None = None
-    ) -> list[Future[Any]]:
-        """Begin to read all experts of a block into their arenas; ``finish_block`` ends it.
+    def read_blocks(self, into: Mapping[int, CpuExperts | Arena]) -> BlockReads:
+        """Begin to read whole blocks, by number, in the order of ``into``; the file must stay open until all
+        are finished or stopped."""
+        places = {
+            block: BlockPlace(
+                self.manifest.blocks[block], self._layout.blocks[block], self._sums[block].tolist()
+            )
+            for block in into
+        }
+        return BlockReads(self._file, places, into)
 
-        ``progress`` is called with the bytes of each read, on the threads of the disk.
-        """
-        where = self.manifest.blocks[block]
-        run = max(1, PIECE // where.stride)
-        return [
-            submit(self._read_run, block, experts, first, min(run, where.experts - first), progress)
-            for first in range(0, where.experts, run)
-        ]
-
-    def finish_block(self, block: int, experts: CpuExperts, reads: list[Future[Any]]) -> None:
-        """Wait for what ``start_block`` began; the experts then count as put. Raises MachineError for what
-        is wrong; no expert counts then."""
-        where = self.manifest.blocks[block]
-        try:
-            settle(reads)
-        except (OSError, EOFError) as error:
-            raise explain(self.path, where.name, error) from None
-        experts.filled(range(where.experts))
-
-    def _read_run(
-        self,
-        block: int,
-        experts: CpuExperts,
-        first: int,
-        count: int,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        stride = self.manifest.blocks[block].stride
-        experts.bring(first, count)
-        view = experts.view(first, count)
-        into = view if view is not None else buffer(count * stride)
-        offset, size = self._layout.expert(block, first), count * stride
-        for at in range(0, size, PIECE):
-            self._file.read(offset + at, into[at : min(at + PIECE, size)])
-        for i in range(count):
-            one = into[i * stride : (i + 1) * stride]
-            self._compare(block, first + i, one)
-            if view is None:
-                experts.restore(first + i, one)
-        if progress is not None:
-            progress(size)
+    def same_file(self, other: PackFile) -> bool:
+        """Whether both have opened one and the same."""
+        return self._file.same_file(other._file)
 
     def _compare(self, block: int, expert: int, data: memoryview) -> None:
         where = self.manifest.blocks[block]
         if checksum(data[: where.expert_bytes]) != int(self._sums[block][expert]):
-            raise DamagedError(
-                f"{self.path}: expert {expert} of {where.name} is damaged (its checksum differs); "
-                "'hetero pack --force' writes the file anew"
-            )
+            raise damaged(self.path, expert, where)
 
     def close(self) -> None:
         self._file.close()

@@ -62,6 +62,11 @@ class DirectFile:
             self._direct = os.open(path, flags | os.O_DIRECT)
 
     @property
+    def descriptors(self) -> tuple[int, int]:
+        """One that reads through the page cache, and one past it, -1 where that cannot be."""
+        return self._fd, self._direct if self._direct is not None and self._use_direct else -1
+
+    @property
     def direct(self) -> bool:
         """Whether the page cache is left out."""
         return self._direct is not None and self._use_direct
@@ -102,6 +107,10 @@ class DirectFile:
     @property
     def size(self) -> int:
         return os.fstat(self._fd).st_size
+
+    def same_file(self, other: DirectFile) -> bool:
+        """Whether both have opened one and the same file."""
+        return os.path.samestat(os.fstat(self._fd), os.fstat(other._fd))
 
     def resize(self, nbytes: int) -> None:
         os.ftruncate(self._fd, nbytes)

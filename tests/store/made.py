@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from hetero.core import ExpertSpec
@@ -13,6 +14,7 @@ from hetero.cpu import CpuExperts
 from hetero.formats import parse_format
 from hetero.store.manifest import Manifest, SourceIdentity, block_of
 from hetero.store.packfile import PackFile, PackWriter
+from hetero.store.reads import DirectFile
 from tests.cpu.reference import fill, random_weights
 
 SPEC = ExpertSpec(6, 64, 96, 2)
@@ -52,10 +54,20 @@ def written(path: Path, experts: list[CpuExperts]) -> PackFile:
     return PackFile(path)
 
 
-def read_block(
-    file: PackFile, block: int, experts: CpuExperts, progress: Callable[[int], None] | None = None
-) -> None:
-    file.finish_block(block, experts, file.start_block(block, experts, progress))
+def read_block(file: PackFile, block: int, experts: CpuExperts) -> int:
+    """Returns how many bytes were read."""
+    reads = file.read_blocks({block: experts})
+    try:
+        reads.finish(block, experts)
+        return reads.nbytes
+    finally:
+        reads.stop()
+
+
+def failing_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of whole blocks meet EIO from now on, as the kernel says of memory that nothing is mapped to."""
+    nothing = os.open("/proc/self/mem", os.O_RDONLY)
+    monkeypatch.setattr(DirectFile, "descriptors", property(lambda file: (nothing, nothing)))
 
 
 def empty(experts: CpuExperts, numa: str = "off") -> CpuExperts:

@@ -3,7 +3,6 @@ told when a file or the memory does not serve."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -25,9 +24,11 @@ from hetero.hw import memory
 from hetero.ops.experts import CpuExpertsOp
 from hetero.ops.watch import disk_experts, disk_reads
 from hetero.store import packfile
+from hetero.store.bulk import EarlyReads
 from tests.model.checkpoints import write
 from tests.model.quantised import SCHEMES, write_quantised
 from tests.model.quiet import quiet  # noqa: F401  no progress bars
+from tests.store.made import failing_disk
 
 RULES = """
 vars: {{format: int8}}
@@ -188,15 +189,56 @@ def test_a_disk_that_fails_once_costs_no_file(
     want = logits(load_model(folder, rules=in_ram, store=StoreOptions("write")))
     (file,) = own_cache.iterdir()
 
-    def failing(*_: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patched:
-        patched.setattr(packfile.DirectFile, "read", failing)
+        failing_disk(patched)
         found = load_model(folder, rules=in_ram)
     only(found.notes, "cannot be read: Input/output error; these experts were packed anew")
     assert torch.equal(logits(found), want)
     only(load_model(folder, rules=in_ram).notes, f"were read from {file}")
+
+
+def test_a_file_is_read_before_it_is_known_to_serve(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "m"
+    write("qwen3_moe", folder)
+    in_ram = rules(tmp_path)
+    want = logits(load_model(folder, rules=in_ram, store=StoreOptions("write")))
+    begun: list[EarlyReads] = []
+    taken: list[bool] = []
+    begin, take = EarlyReads.__init__, EarlyReads.take
+
+    def noted(self: EarlyReads, file: Any) -> None:
+        begun.append(self)
+        begin(self, file)
+
+    def counted(self: EarlyReads, experts: Any) -> Any:
+        found = take(self, experts)
+        taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(EarlyReads, "__init__", noted)
+    monkeypatch.setattr(EarlyReads, "take", counted)
+    found = load_model(folder, rules=in_ram)
+    assert torch.equal(logits(found), want)
+    only(found.notes, "were read from")
+    assert (len(begun), taken) == (1, [True])
+    # Another format, of which there is no file; then the disk tier, which reads what it needs alone.
+    other = load_model(folder, rules=in_ram, overrides={"format": "bf16"})
+    assert other.notes == ()
+    assert torch.equal(logits(load_model(folder, rules=rules(tmp_path, "disk", "170KiB"))), want)
+    assert (len(begun), taken) == (3, [True])
+    assert all(one.taken == 0 for one in begun)
+    # Which of several files is wanted is not guessed.
+    load_model(folder, rules=in_ram, overrides={"format": "bf16"}, store=StoreOptions("write"))
+    assert torch.equal(logits(load_model(folder, rules=in_ram)), want)
+    assert (len(begun), taken) == (4, [True])
+    # What is wrong with a model is told as ever.
+    next(own_cache.glob("*.hpack")).unlink()
+    (folder / "config.json").write_text("{")
+    with pytest.raises(InputError, match="config"):
+        load_model(folder, rules=in_ram)
+    assert begun[-1].taken == 0
 
 
 def test_a_moved_checkpoint_is_known_again(tmp_path: Path, own_cache: Path) -> None:

@@ -17,11 +17,12 @@ import torch
 from hetero import cpu
 from hetero.core import ExpertSpec, MachineError
 from hetero.store import packfile, reads
+from hetero.store.bulk import EarlyReads
 from hetero.store.cache import find
 from hetero.store.manifest import Manifest
 from hetero.store.packfile import PackFile, PackUnusable, PackWriter
 from tests.cpu.test_numa import paper
-from tests.store.made import content, empty, made, manifest_of, never, read_block, written
+from tests.store.made import content, empty, failing_disk, made, manifest_of, never, read_block, written
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +55,8 @@ def test_what_is_written_is_read_into_any_placement(
     for index, one in enumerate(experts + with_bias):
         for target in ("off", "split", "replicate"):
             other = empty(one, target)
-            sizes: list[int] = []
-            read_block(file, index, other, sizes.append)
+            assert read_block(file, index, other) == file.manifest.blocks[index].nbytes
             assert other.missing() == []
-            assert sum(sizes) == file.manifest.blocks[index].nbytes
             assert content(other) == content(one)
     assert [p.name for p in tmp_path.iterdir()] == ["x.hpack"]
     file.close()
@@ -118,15 +117,10 @@ def test_a_file_that_shrinks_and_a_disk_that_fails(
 ) -> None:
     experts = made(generator, 1)
     file = written(tmp_path / "x.hpack", experts)
-    real = os.preadv
-
-    def failing(fd: int, buffers: list[memoryview], offset: int) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "preadv", failing)
-    with pytest.raises(MachineError, match=r"x\.hpack.*layers\.0 cannot be read: Input/output error"):
-        read_block(file, 0, empty(experts[0]))
-    monkeypatch.setattr(os, "preadv", real)
+    with monkeypatch.context() as patched:
+        failing_disk(patched)
+        with pytest.raises(MachineError, match=r"x\.hpack.*layers\.0 cannot be read: Input/output error"):
+            read_block(file, 0, empty(experts[0]))
     os.truncate(tmp_path / "x.hpack", 8192)
     with pytest.raises(MachineError, match="ends at byte"):
         read_block(file, 0, empty(experts[0]))
@@ -296,12 +290,55 @@ def test_reads_that_a_disk_cannot_do_directly_go_through_the_page_cache(
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", picky)
-    other = empty(experts[0])
+    cpu.use_machine(paper(2))
+    other = empty(experts[0], "split")  # which is read expert by expert
     read_block(file, 0, other)
     assert not file.direct
     assert content(other) == content(experts[0])
     file.close()
     assert reads.aligned(1) == 4096
+
+
+def test_whole_blocks_that_a_disk_cannot_read_directly_go_through_the_page_cache(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = made(generator, 1)
+    file = written(tmp_path / "x.hpack", experts)
+    folder, cached = os.open(tmp_path, os.O_RDONLY), file._file.descriptors[0]
+    monkeypatch.setattr(reads.DirectFile, "descriptors", property(lambda file: (cached, folder)))
+    other = empty(experts[0])
+    read_block(file, 0, other)
+    assert content(other) == content(experts[0])
+    file.close()
+    os.close(folder)
+
+
+def test_reads_that_are_stopped_leave_memory_alone(tmp_path: Path, generator: torch.Generator) -> None:
+    experts = made(generator, 2)
+    file = written(tmp_path / "x.hpack", experts)
+    early = EarlyReads(file)
+    address = early.arenas[1].address
+    with cpu.offered(early.arenas):
+        # Whichever is made first takes the first that fits; one on nodes of its own takes none.
+        others = [empty(one) for one in experts]
+        assert empty(experts[0]).arena is not None
+    assert others[1].arena is not None
+    assert others[1].arena.address == address
+    assert early.take({0: others[1], 1: others[0]}) is None
+    assert early.take({0: others[0]}) is None
+    reads = early.take(dict(enumerate(others)))
+    assert reads is not None
+    for number, one in enumerate(others):
+        reads.finish(number, one)
+        assert content(one) == content(experts[number])
+    assert reads.nbytes == early.taken == file.manifest.nbytes
+    early.drop()
+    early.drop()
+    assert early.taken == 0
+    assert content(others[1]) == content(experts[1])
+    stopped = PackFile(tmp_path / "x.hpack").read_blocks({1: empty(experts[1])})
+    stopped.stop()
+    stopped.stop()
 
 
 def test_reads_at_once_of_a_disk_that_cannot_do_them_directly(
