@@ -10,8 +10,7 @@ and PCIe take in this very run (hetero/engine/gpu/share.py).
 
 Variants: reads over PCIe ``late`` (by the kernels that compute them, where they lie) or ``early`` (from the
 submit on, into GPU memory); moves ``after`` the GPU's own share or ``soon`` (at once); how many; the split
-by the times of one row for all numbers of rows, as it was once; no share of PCIe; fewer bytes on their way;
-the CPU's answer awaited ``in order``, behind the GPU's own share, and not beside it.
+by the times of one row for all numbers of rows, as it was once; no share of PCIe; fewer bytes on their way.
 ``early, soon`` is the default of the product (HETERO_PCIE=early), ``late, after`` what HETERO_PCIE=late
 gives. About a minute, of which Triton's compiler takes a third. ``--device cpu`` runs the same by the
 kernels' interpreter, for tests.
@@ -193,7 +192,7 @@ class Steps:
 class Variant(NamedTuple):
     """``rows_of_one``: the split by what a step of one row takes; ``most``: moves, None: as the split says;
     ``alone``: no share of PCIe; ``programs``: of the kernels that move and that bring experts (16 and 32 KB
-    of each are on their way), None: as they are; ``apart``: the CPU's answer is awaited beside the rest."""
+    of each are on their way), None: as they are."""
 
     name: str
     early: bool
@@ -202,7 +201,6 @@ class Variant(NamedTuple):
     most: int | None = None
     alone: bool = False
     programs: tuple[int, int] | None = None
-    apart: bool = True
 
 
 VARIANTS = (
@@ -211,7 +209,6 @@ VARIANTS = (
     Variant("late, soon", False, True),
     Variant("early, after", True, False),
     Variant("early, soon", True, True),
-    Variant("early, soon, in order", True, True, apart=False),
     Variant("early, soon, no moves", True, True, most=0),
     Variant("early, soon, one move", True, True, most=1),
     Variant("early, soon, two moves", True, True, most=2),
@@ -249,15 +246,13 @@ def compare(
         for variant in VARIANTS:
             if options.only and variant.name not in options.only:
                 continue
-            if ready is None or captured != (variant.early, variant.soon, variant.programs, variant.apart):
-                captured = variant.early, variant.soon, variant.programs, variant.apart
+            if ready is None or captured != (variant.early, variant.soon, variant.programs):
+                captured = variant.early, variant.soon, variant.programs
                 if ready is not None:
                     ready.close()
                 ready = None  # its memory goes before more is taken
                 cache._FETCHERS, cache._BRINGERS = variant.programs or PROGRAMS
-                shared = HybridShared(
-                    device, share=0.5, early=variant.early, soon=variant.soon, apart=variant.apart
-                )
+                shared = HybridShared(device, share=0.5, early=variant.early, soon=variant.soon)
                 ready = Steps(
                     experts, arenas, shared, slots=options.slots, rows=rows, steps=warm + steps + 2,
                     dense_us=options.dense_us, shared_us=options.shared_us,

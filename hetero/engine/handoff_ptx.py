@@ -57,11 +57,10 @@ PTX = f"""
   ld.param.u64 %flag, [flag];
   setp.eq.u64 %p, %flag, 0;
   @%p bra END;
-  fence.acq_rel.sys;
+  // One fence for all: what other threads copied is before the barrier, what other kernels wrote before them.
   bar.sync 0;
   setp.ne.u32 %p, %thread, 0;
   @%p bra END;
-  fence.acq_rel.sys;
   mov.u32 %word, 1;
   st.release.sys.global.u32 [%flag], %word;
 END:

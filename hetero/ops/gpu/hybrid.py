@@ -118,8 +118,7 @@ class TierCounts:
 
 class _Step(NamedTuple):
     """What ``collect`` needs of a ``submit``. ``addresses``: of experts in GPU memory and of those that are
-    read in place; ``later``: of those that are brought beforehand; ``asked``: waits for a
-    ``result`` that was asked for already, and has memory of its own."""
+    read in place; ``later``: of those that are brought beforehand."""
 
     rows: int
     result: Tensor
@@ -129,7 +128,6 @@ class _Step(NamedTuple):
     sources: Tensor | None
     quantised: tuple[Tensor, Tensor]
     later: Later | None
-    asked: Callable[[], None] | None = None
 
 
 class HybridExperts:
@@ -241,16 +239,11 @@ class HybridExperts:
             shared.fork(self.layer, ids, lambda ids: cache.choose(ids, most, soon=True))
         if learns:
             shared.fork(self.layer, ids, lambda _: self._fetch())
-        result: Tensor = to.result
-        asked: Callable[[], None] | None = None
-        if shared.apart and (learns or (staged and shared.at_once)):
-            result = torch.empty(rows, spec.hidden, device=self.device)
-            asked = partial(shared.answered, shared.ask(partial(self._receive, to.result, result)))
         quantised = (q.view(torch.int32), scales) if coded else (q, q)
         self._pending.append(
             _Step(
-                rows, result, ids, weights, addresses[0], sources if stays and not staged else None,
-                quantised, later, asked,
+                rows, to.result, ids, weights, addresses[0], sources if stays and not staged else None,
+                quantised, later,
             )
         )  # fmt: skip
 
@@ -289,10 +282,7 @@ class HybridExperts:
         if self.before_wait is not None:
             self.before_wait()
             stamps.lap(AHEAD)
-        if step.asked is None:
-            self.port.record_collect(self.layer)
-        else:
-            step.asked()
+        self.port.record_collect(self.layer)
         stamps.lap(WAIT)
         out = torch.empty(step.rows, self.experts.spec.hidden, device=self.device)
         count = out.numel()
@@ -301,13 +291,6 @@ class HybridExperts:
             count, HAS_OWN=own is not None, HAS_EXTRA=extra is not None, WIDTH=_WIDTH,
         )  # fmt: skip
         return out
-
-    def _receive(self, result: Tensor, out: Tensor) -> None:
-        self.port.record_collect(self.layer)
-        count = out.numel()
-        hybrid_kernels.add[(-(-count // _WIDTH),)](
-            out, result, out, out, count, HAS_OWN=False, HAS_EXTRA=False, WIDTH=_WIDTH
-        )
 
     def _bring(self, ids: Tensor | None, most: Tensor) -> None:
         stamps.start()

@@ -111,9 +111,6 @@ class HybridShared:
     HETERO_PCIE says. Both are read when a step is captured. What is brought and does not stay lies in the
     buffers of prompts meanwhile: a step and a chunk of a prompt follow each other on one stream.
 
-    ``apart``: where moves are ``soon``, the CPU's answer is awaited and brought from the submit on, on
-    ``answers``: a look at a flag and its fence that begin while moves cross PCIe end when these do.
-
     ``turns``: whether what is recorded from now on is halves of a step that take turns. They read late and
     move after the second one: else that one's look-up would wait for all that the first one brings.
 
@@ -133,15 +130,13 @@ class HybridShared:
         piece: int = PIECE,
         early: bool | None = None,
         soon: bool | None = None,
-        apart: bool = True,
     ) -> None:
         self.device = torch.device(device)
-        self.moves, self.defer, self.apart = moves, defer, apart
+        self.moves, self.defer = moves, defer
         said = settings().pcie == "early"
         self.early = said if early is None else early
         self.soon = said if soon is None else soon
         self.side: Beside = side or SideStream(self.device)
-        self.answers: Beside = side or SideStream(self.device)
         # Layers with moves that no later step may overtake, and what these read: it may not be freed before.
         self._forked: dict[int, Tensor] = {}
         self.turns = False
@@ -221,15 +216,6 @@ class HybridShared:
     def at_once(self) -> bool:
         """Whether the moves of what is recorded now are ``soon``."""
         return self.soon and not self.turns
-
-    def ask(self, work: Callable[[], None]) -> Any:
-        """Start waiting for the answer to the submit that was just recorded; a mark for ``answered``."""
-        self.answers.run(work)
-        return self.answers.mark()
-
-    def answered(self, mark: Any) -> None:
-        """The current stream waits until it is there."""
-        self.answers.wait(mark)
 
     def stages(self, rows: int, stride: int) -> int:
         """How many experts of ``stride`` bytes that do not stay a step of so many rows may bring; 0: it reads
