@@ -238,8 +238,7 @@ class MemopBackend(GpuBackend):
     def collect(self, flag: int, fault: int, layer: int) -> None:
         address = self._on_device(flag)
         self._driver.wait_value(self._stream(), address, 1)
-        # A fence would wait for whatever crosses PCIe; the next submit has one.
-        self._driver.write_value(self._stream(), address, 0, fence=False)
+        self._driver.write_value(self._stream(), address, 0)
 
 
 class SpinBackend(GpuBackend):

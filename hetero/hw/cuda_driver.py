@@ -15,7 +15,6 @@ STREAM_MEM_OPS_V1 = 92
 POINTER_ON_DEVICE = 3
 WAIT_EQ = 0x1
 WRITE_DEFAULT = 0x0  # with a fence of system scope before the write
-WRITE_NO_FENCE = 0x1
 
 _PROTOTYPES: dict[str, list[Any]] = {
     "cuInit": [c_uint],
@@ -105,11 +104,10 @@ class Driver:
         assert self._wait is not None
         self._check("cuStreamWaitValue32", self._wait(stream, address, value, WAIT_EQ))
 
-    def write_value(self, stream: int, address: int, value: int, *, fence: bool = True) -> None:
-        """The stream writes a uint32, with ``fence`` after one of system scope over all that came before."""
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """The stream writes a uint32, after a fence over all that came before it."""
         assert self._write is not None
-        flags = WRITE_DEFAULT if fence else WRITE_NO_FENCE
-        self._check("cuStreamWriteValue32", self._write(stream, address, value, flags))
+        self._check("cuStreamWriteValue32", self._write(stream, address, value, WRITE_DEFAULT))
 
     def copy_up(self, to: int, from_: int, nbytes: int, stream: int) -> None:
         """Copy pinned host memory, within one registration, to a device address: in the stream, a few

@@ -20,7 +20,7 @@ CHUNK, MOST_CHUNK, LEAST_CHUNK = 4096, 8192, 256
 """Tokens of a prompt that fused layers read at once where nobody says how many, the most, and the fewest that
 are tried where memory is short."""
 
-LATER = 192 * MIB
+LATER = 256 * MIB
 """Bytes that no cache of experts takes: kernels that the driver loads when they are first used, what sampling
 takes, the graph of a step that is recorded, and what torch's blocks do not fill."""
 

@@ -81,8 +81,7 @@ int cuStreamWaitValue32_v2(void* stream, u64 address, uint32_t value, unsigned f
   return stream && flags == 1 ? wait_value(address, value) : FAILURE;
 }
 int cuStreamWriteValue32_v2(void* stream, u64 address, uint32_t value, unsigned flags) {
-  // 1: without a fence, which only what clears a flag asks for.
-  return stream && (flags == 0 || (flags == 1 && value == 0)) ? write_value(address, value) : FAILURE;
+  return stream && flags == 0 ? write_value(address, value) : FAILURE;
 }
 
 static u64 now(void) {

@@ -182,7 +182,7 @@ def test_long_chunks_that_do_not_fit_are_halved(caplog: pytest.LogCaptureFixture
     slots = fill(card, card, model, card.resize)
     assert card.chunk == 2048
     assert "prompts are read 2048 tokens at a time" in caplog.text
-    assert min(slots) > FEW - 1 or card.left >= LATER
+    assert card.left >= LATER or not any(slots)
     full = Card(8 * GIB, 8 * GIB - (100 << 20), 4_000_000, model)
     with pytest.raises(MachineError, match=r"no room .* (256|511) tokens of a prompt.*--set dense=int8"):
         fill(full, full, model, full.resize)

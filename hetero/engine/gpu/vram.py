@@ -11,8 +11,9 @@ from hetero.hw.nvml import free_bytes, process_bytes
 MARGIN = 256 << 20
 """Left alone without a cap: what the driver and others on the device may still want."""
 
-MODULES = 64 << 20
-"""Of a cap, that torch leaves to what the driver loads besides: kernels that are used for the first time."""
+MODULES = 128 << 20
+"""Of a cap, that torch leaves to what the driver takes besides, later on: kernels that are used for the first
+time, graphs of other steps. 69 MB in a run of ``hetero bench`` (docs/perf.md)."""
 
 DRIVER = 256 << 20
 """What the driver takes of a device at most for a context, and counts as no process's."""
