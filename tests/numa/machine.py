@@ -37,8 +37,9 @@ _UNNEEDED = shutil.ignore_patterns(
     "openai*", "anthropic*", "py_spy*",
 )  # fmt: skip
 _SKIPPED = shutil.ignore_patterns(
-    "test", "tests", "testing_data", "include", "site-packages", "idlelib", "ensurepip"
+    "test", "tests", "testing_data", "include", "bin", "site-packages", "idlelib", "ensurepip"
 )
+_BLOCK = 4096  # bytes of the file system's
 _BEGIN, _END = "=== result", "=== end"
 _INIT = """#!/bin/busybox sh
 /bin/busybox mkdir -p /proc /sys /dev /disk
@@ -87,6 +88,8 @@ def run(cache: Path, *, memory_mib: int = 3072, timeout: float = 900) -> dict[st
         subprocess.run(command, check=True, timeout=timeout, stdin=subprocess.DEVNULL)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         raise RuntimeError(f"{error}\n{_tail(console)}\n{_tail(output)}") from None
+    finally:
+        disk.unlink()
     text = output.read_text(errors="replace")
     if _BEGIN not in text or _END not in text:
         raise RuntimeError(f"the guest gave no result:\n{_tail(console)}\n{_tail(output)}")
@@ -158,12 +161,21 @@ def _disk(image: Path, tree: Path) -> None:
     _copy_libraries(tree)
     for library in Path("/usr/lib/x86_64-linux-gnu").glob("libnuma.so.1*"):  # py-libnuma opens it by name
         _copy(library, tree)
-    size = sum(f.stat().st_size for f in tree.rglob("*") if not f.is_symlink()) // 2**20 * 5 // 4 + 64
+    # Room costs nothing in a file with holes, but what is in it does.
+    entries = [entry for entry in tree.rglob("*") if not entry.is_symlink()]
+    used = sum(-(-max(1, entry.stat().st_size) // _BLOCK) for entry in entries) * _BLOCK
     image.unlink(missing_ok=True)
+    if used > (free := shutil.disk_usage(image.parent).free):
+        raise RuntimeError(f"{image.parent}: the guest's disk takes {used >> 20} MiB, {free >> 20} are free")
     path = os.environ.get("PATH", "") + ":/sbin:/usr/sbin"
-    mkfs = str(shutil.which(MKFS, path=path))
-    command = [mkfs, "-q", "-t", "ext4", "-O", "^has_journal", "-d", str(tree), str(image), f"{size}M"]
-    subprocess.run(command, check=True)
+    mkfs, size = str(shutil.which(MKFS, path=path)), used // 2**20 * 5 // 4 + 256
+    inodes = str(2 * len(list(tree.rglob("*"))) + 1024)
+    command = [mkfs, "-q", "-t", "ext4", "-b", str(_BLOCK), "-N", inodes, "-O", "^has_journal"]
+    done = subprocess.run(
+        [*command, "-d", str(tree), str(image), f"{size}M"], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{MKFS} of {size} MiB, exit {done.returncode}: {done.stdout}{done.stderr}")
     shutil.rmtree(tree)
 
 
@@ -179,7 +191,7 @@ def _python_files() -> Iterator[Path]:
 
 
 def _copy(path: Path, tree: Path) -> None:
-    """Copy to the same place below the tree; times are kept, so that compiled files stay valid."""
+    """Put at the same place below the tree; times are kept, so that compiled files stay valid."""
     if not path.exists():
         return
     to = tree / str(path).lstrip("/")
@@ -188,9 +200,17 @@ def _copy(path: Path, tree: Path) -> None:
         if not to.is_symlink():
             to.symlink_to(os.readlink(path))
     elif path.is_dir():
-        shutil.copytree(path, to, symlinks=True, ignore=_SKIPPED, dirs_exist_ok=True)
+        shutil.copytree(path, to, symlinks=True, ignore=_SKIPPED, dirs_exist_ok=True, copy_function=_link)
     else:
-        shutil.copy2(path, to)
+        _link(path, to)
+
+
+def _link(source: str | Path, to: str | Path) -> None:
+    """The same file at another name where the file system can, else a copy: nothing writes to it."""
+    try:
+        os.link(source, to)
+    except OSError:
+        shutil.copy2(source, to)
 
 
 def _copy_libraries(tree: Path) -> None:
