@@ -37,7 +37,7 @@ _UNNEEDED = shutil.ignore_patterns(
     "openai*", "anthropic*", "py_spy*",
 )  # fmt: skip
 _SKIPPED = shutil.ignore_patterns(
-    "test", "tests", "testing_data", "include", "bin", "site-packages", "idlelib", "ensurepip"
+    "test", "tests", "testing_data", "include", "site-packages", "idlelib", "ensurepip"
 )
 _BLOCK = 4096  # bytes of the file system's
 _BEGIN, _END = "=== result", "=== end"
