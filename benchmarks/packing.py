@@ -6,8 +6,10 @@
     python benchmarks/packing.py --sources --formats int8 "int4 g32" bf16
 
 A checkpoint in bfloat16 is written to --folder, and read past or out of the page cache: its pages are dropped
-before each run. Each figure is of a process of its own, the best of --rounds, beside yardsticks of the same
-minutes: plain direct reads of the checkpoint and plain writes of fresh memory.
+before each run. Each figure is of a process of its own, the best of --rounds, beside plain writes of fresh
+memory. Shares of the disk are the middle ones of the rounds, each beside plain direct reads of the same file
+right after it: into 16 MiB, and into memory as large as what is filled, the limit of a start (a load's is its
+window for reads). Where a host copies what it reads, memory beyond its caches is the slower one by a quarter.
 
 A virtual machine may give memory that is free for some seconds back to its host, which must find the pages
 again when they are written (/sys/module/page_reporting). So there are two figures of each kind: "found", of
@@ -52,20 +54,35 @@ def drop(path: Path) -> None:
     os.close(descriptor)
 
 
-def disk_read(path: Path) -> float:
-    """Bytes a second of plain direct reads of a file, as many in flight as hetero has."""
-    from hetero.store.reads import IN_FLIGHT, PIECE, DirectFile, buffer, settle, submit
+WINDOW = 16 << 20
+"""Bytes of memory that plain reads use again and again."""
 
-    file, into = DirectFile(path), [buffer(PIECE) for _ in range(IN_FLIGHT)]
+
+def disk_read(path: Path, window: int = WINDOW) -> float:
+    """Bytes a second of plain direct reads of a file, as many in flight as hetero has, into so many bytes of
+    memory that is in use before; of all of the file: each byte has a place of its own."""
+    import numpy as np
+
+    from hetero.hw.pages import Pages
+    from hetero.store.reads import IN_FLIGHT, PIECE, DirectFile, anonymous, settle, submit
+
+    file = DirectFile(path)
     pieces = file.size // PIECE
+    window = min(pieces * PIECE, window)
+    memory = anonymous(window)
+    Pages(np.frombuffer(memory, np.uint8).ctypes.data, window).bring(0, window)
+    view = memoryview(memory)
     began = time.perf_counter()
 
     def stream(start: int) -> None:
         for piece in range(start, pieces, IN_FLIGHT):
-            file.read(piece * PIECE, into[start])
+            at = piece * PIECE % window
+            file.read(piece * PIECE, view[at : at + PIECE])
 
     settle([submit(stream, start) for start in range(IN_FLIGHT)])
-    return pieces * PIECE / (time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    file.close()
+    return pieces * PIECE / seconds
 
 
 def memory_write(nbytes: int) -> float:
@@ -130,11 +147,18 @@ def child(kind: str, folder: Path, rules: Path, cache: Path, ready: int = 0) -> 
 def measured(
     kind: str, folder: Path, rules: Path, cache: Path, rounds: int, *, ready: int = 0
 ) -> dict[str, Any]:
+    """The fastest of the rounds; and the middle one of the shares of what plain reads beside each reach: of
+    "disk", into little memory, and of "into", into as much as a start fills or a load reads ahead."""
+    from hetero.model.ahead import AHEAD
+
     best: dict[str, Any] = {}
+    shares: dict[str, list[float]] = {"disk": [], "into": []}
     for _ in range(rounds):
+        packed = list(cache.glob("packed/*.hpack"))
+        source = packed[0] if kind == "cache" else folder / "model.safetensors"
         if not ready:
             time.sleep(PAUSE)
-        for path in [*folder.glob("*.safetensors"), *cache.glob("packed/*.hpack")]:
+        for path in [*folder.glob("*.safetensors"), *packed]:
             drop(path)
         where = [str(folder), str(rules), str(cache), str(ready)]
         command = [sys.executable, __file__, "--child", kind, *where]
@@ -142,9 +166,15 @@ def measured(
         if done.returncode:
             raise SystemExit(done.stderr)
         found = json.loads(done.stdout.splitlines()[-1])
+        if kind != "pack":
+            found["disk"] = disk_read(source)
+            found["into"] = disk_read(source, 1 << 60 if kind == "cache" else AHEAD)
+            for name, each in shares.items():
+                each.append(source.stat().st_size / found["seconds"] / found[name])
         if not best or found["seconds"] < best["seconds"]:
             best = found
-    return best
+    middle = {f"{name}_share": sorted(each)[len(each) // 2] for name, each in shares.items() if each}
+    return best | middle
 
 
 def sources(formats: list[str]) -> list[dict[str, Any]]:
@@ -286,13 +316,10 @@ def runs(args: argparse.Namespace) -> None:
     shutil.rmtree(args.folder, ignore_errors=True)
     folder, cache = args.folder / "model", args.folder / "cache"
     source = _checkpoint(folder, args.gib)
-    checkpoint = folder / "model.safetensors"
     rows = []
     for fmt in args.formats:
         rules = args.folder / f"{fmt}.yaml".replace(" ", "")
         rules.write_text(RULES.format(format=fmt))
-        drop(checkpoint)
-        disk = disk_read(checkpoint)
         measured("pack", folder, rules, cache, 1)
         for state in STATES:
             time.sleep(PAUSE)
@@ -303,8 +330,7 @@ def runs(args: argparse.Namespace) -> None:
             load = measured("load", folder, rules, cache, args.rounds, ready=ready)
             start = measured("cache", folder, rules, cache, args.rounds, ready=ready)
             pack = measured("pack", folder, rules, cache, args.rounds, ready=ready)
-            drop(checkpoint)
-            disk = max(disk, disk_read(checkpoint))
+            disk = max(each["disk"] for each in (load, start))
             rows.append(
                 {
                     "format": fmt,
@@ -312,14 +338,16 @@ def runs(args: argparse.Namespace) -> None:
                     "disk_read_gb_s": disk / 1e9,
                     "memory_write_gb_s": memory / 1e9,
                     "load_gb_s": source / load["seconds"] / 1e9,
-                    "load_share": source / load["seconds"] / min(disk, memory),
+                    "load_share": max(load["disk_share"], source / load["seconds"] / memory),
+                    "load_limit_share": load["into_share"],
                     "load_cpu_s": load["cpu"],
                     "load_peak": load["peak"] / load["weights"],
                     "pack_gb_s": source / pack["seconds"] / 1e9,
                     "pack_peak_mib": pack["peak"] / 2**20,
                     "start_gb_s": start["weights"] / start["seconds"] / 1e9,
-                    "start_share": start["weights"] / start["seconds"] / disk,
-                    "start_memory_share": start["weights"] / start["seconds"] / min(disk, memory),
+                    "start_share": start["disk_share"],
+                    "start_limit_share": start["into_share"],
+                    "disk_into_gb_s": start["into"] / 1e9,
                     "start_cpu_s": start["cpu"],
                     "start_peak": start["peak"] / start["weights"],
                     "source_bytes": source,
@@ -327,16 +355,18 @@ def runs(args: argparse.Namespace) -> None:
                 }
             )
         shutil.rmtree(cache, ignore_errors=True)
-    columns = ("format", "memory", "disk read", "memory write", "load", "of the slower", "peak/weights")
-    columns += ("hetero pack", "start from file", "of the disk", "of the slower", "peak/weights")
+    columns = ("format", "memory", "disk read", "into all", "memory write")
+    columns += ("load", "of the slower", "of the limit", "peak/weights", "hetero pack")
+    columns += ("start from file", "of the disk", "of the limit", "peak/weights")
     print(f"| {' | '.join(columns)} |")
     print("| --- " * len(columns) + "|")
     for r in rows:
         print(
-            f"| {r['format']} | {r['memory']} | {r['disk_read_gb_s']:.2f} | {r['memory_write_gb_s']:.2f} "
-            f"| {r['load_gb_s']:.2f} "
-            f"| {r['load_share']:.0%} | {r['load_peak']:.2f} | {r['pack_gb_s']:.2f} | {r['start_gb_s']:.2f} "
-            f"| {r['start_share']:.0%} | {r['start_memory_share']:.0%} | {r['start_peak']:.2f} |"
+            f"| {r['format']} | {r['memory']} | {r['disk_read_gb_s']:.2f} | {r['disk_into_gb_s']:.2f} "
+            f"| {r['memory_write_gb_s']:.2f} | {r['load_gb_s']:.2f} | {r['load_share']:.0%} "
+            f"| {r['load_limit_share']:.0%} | {r['load_peak']:.2f} | {r['pack_gb_s']:.2f} "
+            f"| {r['start_gb_s']:.2f} | {r['start_share']:.0%} | {r['start_limit_share']:.0%} "
+            f"| {r['start_peak']:.2f} |"
         )
     shutil.rmtree(args.folder, ignore_errors=True)
     if args.json:

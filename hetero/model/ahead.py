@@ -38,7 +38,7 @@ THREADS = 6
 # Smaller reads go through the page cache, since they are not of whole pages; what is larger is no expert, and
 # its memory would not be asked for again.
 _LEAST, _MOST = 1 << 18, 1 << 28
-_BATCH = PIECE  # bytes of small jobs that are done together
+_BATCH = 2 << 20  # bytes of small jobs that are done together
 _STEP = 1 << 16  # sizes of lent memory, so that it fits more than one tensor
 _PAGES = 8  # of a file that are looked for in the page cache
 

@@ -190,7 +190,7 @@ def test_leaving_early_leaves_no_thread() -> None:
 
 
 def test_small_jobs_are_done_together() -> None:
-    sizes = [ahead.PIECE, 10, 10, ahead.PIECE // 2, ahead.PIECE // 2, 5, 3 * ahead.PIECE, 0]
+    sizes = [ahead._BATCH, 10, 10, ahead._BATCH // 2, ahead._BATCH // 2, 5, 3 * ahead._BATCH, 0]
     jobs = list(in_batches(Job(size, lambda i=i: i) for i, size in enumerate(sizes)))
     assert [job.call() for job in jobs] == [[0], [1, 2, 3], [4, 5], [6], [7]]
     assert sum(job.nbytes for job in jobs) == sum(sizes)
