@@ -12,11 +12,12 @@
 namespace hetero {
 namespace {
 
-// A huge page. One thread brings them all, some time ahead of the reads: of threads that write to one page at
-// a time for the first time each clears one, and all but one are thrown away; and threads that bring pages
-// side by side stand in each other's way where a virtual machine's host has to find them.
+// A huge page. Few threads bring them, some time ahead of the reads: of threads that write to one page at a
+// time for the first time each clears one, and all but one are thrown away; and many that bring pages side by
+// side stand in each other's way where a virtual machine's host has to find them.
 constexpr int64_t kUnit = int64_t{2} << 20;
 constexpr int64_t kAhead = 32;  // units
+constexpr size_t kBringers = 2;
 constexpr int64_t kRequest = int64_t{1} << 20;
 constexpr int64_t kAlign = 4096;
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, since Linux 5.14
@@ -60,49 +61,51 @@ BulkRead::BulkRead(int file, int direct, std::vector<BulkBlock> blocks, int thre
     units_ += own;
   }
   try {
-    if (units_ > 0) threads_.emplace_back([this] { bring(); });
+    brought_.resize(static_cast<size_t>(units_));
+    for (size_t i = 0; units_ > 0 && i < kBringers; ++i) threads_.emplace_back([this] { bring(); });
     for (int i = 0; i < std::min<int64_t>(threads, units_); ++i) threads_.emplace_back([this] { work(); });
   } catch (const std::system_error&) {  // a limit of the system: one thread reads all
-    if (threads_.size() < 2) {
+    if (threads_.size() <= kBringers) {
       stop();
       throw;
     }
   }
 }
 
+int64_t BulkRead::block_of(int64_t unit) const {
+  return std::upper_bound(first_.begin(), first_.end(), unit) - first_.begin() - 1;
+}
+
 void BulkRead::bring() {
-  int64_t at = 0;
-  for (size_t number = 0; number < blocks_.size(); ++number) {
-    for (int64_t begin = 0; begin < size_of(blocks_[number]); begin += kUnit, ++at) {
-      {
-        std::unique_lock<std::mutex> held(lock_);
-        paced_.wait(held, [&] { return stopped_ || at < next_ + kAhead; });
-        if (stopped_) return;
-      }
-      const int64_t bytes = std::min(kUnit, size_of(blocks_[number]) - begin);
-      taken_.fetch_add(bytes, std::memory_order_relaxed);
-      // Where the kernel cannot, the reads do it.
-      madvise(blocks_[number].memory.data() + begin, static_cast<size_t>(bytes), kPopulateWrite);
-      const std::lock_guard<std::mutex> held(lock_);
-      brought_ = at + 1;
-      paced_.notify_all();
-    }
+  std::unique_lock<std::mutex> held(lock_);
+  while (bringing_ < units_) {
+    const int64_t own = bringing_++;
+    paced_.wait(held, [&] { return stopped_ || own < next_ + kAhead; });
+    if (stopped_) return;
+    held.unlock();
+    const size_t number = static_cast<size_t>(block_of(own));
+    const int64_t begin = (own - first_[number]) * kUnit;
+    const int64_t bytes = std::min(kUnit, size_of(blocks_[number]) - begin);
+    taken_.fetch_add(bytes, std::memory_order_relaxed);
+    // Where the kernel cannot, the reads do it.
+    madvise(blocks_[number].memory.data() + begin, static_cast<size_t>(bytes), kPopulateWrite);
+    held.lock();
+    brought_[static_cast<size_t>(own)] = 1;
+    paced_.notify_all();
   }
 }
 
 void BulkRead::work() {
-  for (;;) {
-    int64_t next;
-    {
-      std::unique_lock<std::mutex> held(lock_);
-      next = next_++;
-      if (next >= units_) return;
-      paced_.notify_all();
-      paced_.wait(held, [&] { return stopped_ || next < brought_; });
-      if (stopped_) return;
-    }
-    const int64_t block = std::upper_bound(first_.begin(), first_.end(), next) - first_.begin() - 1;
-    unit(block, next - first_[static_cast<size_t>(block)]);
+  std::unique_lock<std::mutex> held(lock_);
+  while (next_ < units_) {
+    const int64_t own = next_++;
+    paced_.notify_all();
+    paced_.wait(held, [&] { return stopped_ || brought_[static_cast<size_t>(own)] != 0; });
+    if (stopped_) return;
+    held.unlock();
+    const int64_t block = block_of(own);
+    unit(block, own - first_[static_cast<size_t>(block)]);
+    held.lock();
   }
 }
 

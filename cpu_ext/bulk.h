@@ -57,6 +57,7 @@ class BulkRead {
     State(int64_t units, size_t experts) : left(units), bytes(experts) {}
   };
 
+  int64_t block_of(int64_t unit) const;
   void bring();
   void work();
   void unit(int64_t block, int64_t index);
@@ -71,8 +72,9 @@ class BulkRead {
   std::atomic<bool> use_direct_;
   std::mutex lock_;  // of faults and of what follows
   bool stopped_ = false;
-  int64_t units_ = 0, next_ = 0, brought_ = 0;  // of all blocks
-  std::condition_variable changed_, paced_;     // a block is read or all stop; a unit is brought or begun
+  int64_t units_ = 0, bringing_ = 0, next_ = 0;  // of all blocks
+  std::vector<char> brought_;                    // by unit
+  std::condition_variable changed_, paced_;      // a block is read or all stop; a unit is brought or begun
   std::mutex joining_;
   std::vector<std::thread> threads_;
 };
