@@ -59,7 +59,7 @@ class Arch:
     implied: Mapping[str, Any] = field(default_factory=dict)
     permuted: bool = False  # rows of queries and keys: as make.query_rows
     norms_plus_one: bool = False
-    # Names of what gguf_config.DERIVED finds in the tensors.
+    # Names of what gguf_derived.DERIVED finds in the tensors.
     derived: tuple[str, ...] = ()
 
 
