@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A fresh environment that holds the wheel and what it asks for, nothing of the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -35,7 +37,8 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Nearly all of what is installed is never imported here: it need not be compiled.
     install = [*pip, "--python", folder / "env/bin/python", "install", "-q", "--no-compile"]
     run(*install, "-c", ROOT / "constraints.txt", wheel, cwd=folder)
-    return folder
+    yield folder
+    shutil.rmtree(folder)  # torch among it, while pytest keeps such folders to its end
 
 
 @pytest.mark.slow
