@@ -41,7 +41,7 @@ def rows(path: Path) -> Iterator[str]:
 def parts(
     name: str, one: dict[str, Any], series: dict[str, Any], layers: int, dense: dict[str, float]
 ) -> Iterator[str]:
-    """Milliseconds of a step: the dense half, the layers' experts, and what is outside the layers."""
+    """Milliseconds of a step: the dense half, and the layers with their experts."""
     if "cpu_waits_us_a_layer" not in series:
         return
     terms = {term["name"]: term["ms"] for term in one["terms"]}
@@ -52,15 +52,8 @@ def parts(
     if str(one["rows"]) in dense:
         yield row(name, f"dense half, {what}", planned_dense, dense[str(one["rows"])], DECODE)
     us = sum(series[f"{part}_us_a_layer"]["median"] for part in ("cpu_work", "cpu_waits", "handoff"))
-    outside = series["step_ms"]["median"] - layers * us / 1e3
-    yield row(name, f"between steps and the head, {what}", terms["between steps"], outside, DECODE)
-    inside = layers * us / 1e3
     yield row(
-        name,
-        f"in the layers, {what}",
-        1e3 * one["rows"] / one["expected_tok_s"] - terms["between steps"],
-        inside,
-        DECODE,
+        name, f"in the layers, {what}", 1e3 * one["rows"] / one["expected_tok_s"], layers * us / 1e3, DECODE
     )
 
 

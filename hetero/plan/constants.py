@@ -1,4 +1,4 @@
-"""What runs take beside reading bytes. Steps of fused layers are from runs of a 125B model on an H200 with 14
+"""What runs take beside reading bytes. Steps of fused layers are from runs of three models on H200s with 14
 threads of a 16-core Xeon, torch's products on the CPU from a core of a Xeon with AMX (docs/perf.md). Times in
 microseconds unless they say otherwise."""
 
@@ -22,11 +22,18 @@ MOVED = 0.47
 MODULE_KERNEL_US = 2.5
 """A kernel of transformers' modules in a graph: qwen3_moe on an H200, 8.8 ms for 3,243 and their weights."""
 
-BETWEEN_MS = 0.75
-"""Between the end of a step and the beginning of the next: the host reads a token, fills and launches."""
+LINEAR_KERNELS, ATTENTION_KERNELS, HYPER_KERNELS, HEAD_KERNELS = 13, 8, 3, 3
+"""Kernels of a fused layer's dense half: with a recurrence, with attention, and besides with
+hyper-connections; and of the head. Counted in graphs: 387 of qwen3_moe (48 layers), 567 of qwen3_next, 704
+of qwen4_exp."""
 
-KERNEL = 1.2
-"""A kernel of the dense half takes so many times what an empty one takes in a graph."""
+KERNEL = 2.0
+"""A kernel of the dense half takes so many times what an empty one takes in a graph, besides its bytes: 1.71
+(qwen3_moe), 1.96 (qwen3_next) and 2.34 (qwen4_exp), on an H200 where that is 1.2 us."""
+
+ALL_HERE_US = 6.0
+"""Of a layer whose experts all lie in GPU memory: telling the CPU, and the answer that waits already. 6.3 by
+one run (qwen3_moe of 30B)."""
 
 MISSED = 1.2
 """Misses of the cache's policy under local routing, of those of one that keeps what was used last: 1.13 to
@@ -35,9 +42,13 @@ MISSED = 1.2
 EXPERT_SHARE = 0.82
 """Of plain reads beside PCIe, that the CPU's experts reach: 0.79, 0.84 and 0.96 on three hosts."""
 
-PROMPT_LAYER_MS = 5.8
-"""Of a layer and a chunk of a prompt, by fused layers: launches and the division of experts, which nothing
-overlaps. 6.5 ms with chunks of 512 tokens, 5.2 with 4096."""
+PROMPT_LAYER_MS, PROMPT_TOKEN_US = 3.3, 0.65
+"""Of a layer and a chunk of a prompt by fused layers, and of each of its tokens there: launches, the division
+of experts and their order, which nothing overlaps. From 3.6 ms with 512 tokens (qwen4_exp) and 5.8 and 6.4
+with 4096 (qwen3_next, qwen4_exp)."""
+
+PROMPT_ALL_HERE = 0.7
+"""Of that, where all experts lie in GPU memory: 4.2 ms with 4096 tokens, by one run (qwen3_moe of 30B)."""
 
 DENSE_SHARE = 0.85
 """Of plain reads, that a product of one row by a matrix in float32 reaches: 0.62 to 0.99, by its size."""

@@ -3,7 +3,8 @@ takes at least.
 
 A layer is its dense part, then the CPU's and the GPU's experts, of which the later side counts. Experts are
 whole: how many are missing differs from layer to layer, and so does how well they divide. ``constants`` has
-what was measured of everything else.
+what was measured of everything else. A step is launched before the host has seen the last one's token, so
+that nothing stands between them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from hetero.plan import constants
 from hetero.plan.hardware import Hardware
 from hetero.plan.inventory import Inventory
 from hetero.plan.roofline import (
-    FUSED_LAUNCHES,
     Decode,
     Term,
     both_rates,
     dense_terms,
     disk_terms,
     kept_term,
+    kinds_of,
 )
 from hetero.plan.routing import Routing, misses, touched
 from hetero.plan.tiers import Layout, Request, one_expert_bytes
@@ -38,7 +39,13 @@ def estimate(
     assert gpu is not None
     request = replace(request, draft=0)
     streams = request.concurrency
-    launches = FUSED_LAUNCHES * inventory.layers
+    recurrent, others, hyper = kinds_of(inventory)
+    launches = (
+        recurrent * constants.LINEAR_KERNELS
+        + others * constants.ATTENTION_KERNELS
+        + hyper * constants.HYPER_KERNELS
+        + constants.HEAD_KERNELS
+    )
     terms = [
         *dense_terms(inventory, hardware, layout),
         kept_term(inventory, hardware, request, layout),
@@ -68,9 +75,10 @@ def estimate(
     layers = len(inventory.sites)
     handoff = hardware.handoff_us.value if hardware.handoff_us is not None else 0.0
     terms.append(Term("experts, the later of CPU and GPU", sides / 1e3))
-    terms.append(Term("hand-off", layers * (handoff + constants.LAYER_US) / 1e3))
+    # Where nothing is ever missing the answer is there before the GPU asks for it.
+    each_us = constants.ALL_HERE_US if layout.on_gpu >= 1.0 else handoff + constants.LAYER_US
+    terms.append(Term("hand-off", layers * each_us / 1e3))
     terms.append(Term("experts that are moved", moves * constants.MOVE_US / 1e3))
-    terms.append(Term("between steps", constants.BETWEEN_MS))
     terms += disk_terms(inventory, hardware, layout, 0.0, streams)
     hits = 1.0 - missing / needed if needed and layout.on_gpu else 0.0
     return Decode(routing.name, hits, tuple(t for t in terms if t.ms > 0), float(streams))

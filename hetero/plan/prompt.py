@@ -27,7 +27,9 @@ def expected_prefill(
     if fused:
         best = prefill(inventory, hardware, request, layout, tokens)[0]
         count = len(chunks_of(tokens, layout.chunk)) * inventory.layers
-        host = Term(f"{count} layers of chunks, host", count * constants.PROMPT_LAYER_MS)
+        each = count * constants.PROMPT_LAYER_MS + inventory.layers * tokens * constants.PROMPT_TOKEN_US / 1e3
+        each *= constants.PROMPT_ALL_HERE if layout.on_gpu >= 1.0 else 1.0
+        host = Term(f"{count} layers of chunks, host", each)
         return Prefill(tokens, best.way, (*best.terms, host))
     chunks, done = [], 0
     for count in chunks_of(tokens, PREFILL_CHUNK):

@@ -135,10 +135,15 @@ def decode(
 
 def eager_operations(inventory: Inventory) -> int:
     """Operations of transformers' modules for one token, experts left out."""
-    hyper = HYPER_OPS if inventory.of(Kind.HYPER) else 0
+    recurrent, others, hyper = kinds_of(inventory)
+    return recurrent * LINEAR_OPS + others * ATTENTION_OPS + hyper * HYPER_OPS
+
+
+def kinds_of(inventory: Inventory) -> tuple[int, int, int]:
+    """Layers with a recurrence, other layers, and of both those with hyper-connections."""
     recurrent = sum(s.kind in ("delta", "recurrent") for s in inventory.states)
-    others = max(inventory.layers, len(inventory.states)) - recurrent
-    return recurrent * (LINEAR_OPS + hyper) + others * (ATTENTION_OPS + hyper)
+    layers = max(inventory.layers, len(inventory.states))
+    return recurrent, layers - recurrent, layers if inventory.of(Kind.HYPER) else 0
 
 
 def read_term(name: str, size: float, gb_s: float, *, beside: bool = False) -> Term:

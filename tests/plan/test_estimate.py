@@ -12,35 +12,63 @@ import pytest
 from hetero.formats import parse_format
 from hetero.plan import constants
 from hetero.plan.estimate import _later_us, estimate
+from hetero.plan.families import inventory
+from hetero.plan.hardware import Hardware
+from hetero.plan.prefill import prefill
+from hetero.plan.prompt import expected_prefill
 from hetero.plan.roofline import decode
 from hetero.plan.routing import Routing
-from hetero.plan.tiers import lay_out
+from hetero.plan.tiers import Layout, Request, lay_out
 from hetero.report.bandwidth import Rates
 from hetero.report.bench_plan import with_experts
 from hetero.report.bound import hardware_of
-from tests.plan.example import GIB, asked, flagship, machine
+from tests.plan.example import GIB, asked, flagship, machine, shape
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-# Of the runs since the dense half overlaps with what surrounds it: the constants are from these.
+# Of the runs whose steps are launched ahead: constants are from the first three.
 RUNS = [
-    (name, number)
-    for name in ("bench-125b-h200-2026-11-30-overlap", "bench-125b-h200-2026-11-30")
+    (name, model, number)
+    for name, model in (
+        ("bench-125b-h200-2026-11-30b", "qwen3.8-flash-next-125b"),
+        ("bench-qwen3-next-80b-h200-2026-11-30", "qwen3-next-80b-a3b"),
+        ("bench-qwen3-30b-h200-2026-11-30", "qwen3-30b-a3b"),
+        ("bench-125b-h200-2026-12-01", "qwen3.8-flash-next-125b"),
+    )
     for number in (0, 1)
 ]
 
 
-@pytest.mark.parametrize(("name", "number"), RUNS)
-def test_steps_of_a_125b_model_within_15_percent(name: str, number: int) -> None:
+def run_of(name: str, model: str) -> tuple[dict[str, Any], Any, Hardware, Request, Layout]:
+    """Its result, its model, its machine by its own rates, and where its experts were."""
     found = json.loads((RESULTS / f"{name}.json").read_text())
-    series = found["decode"][number]
+    made = inventory(shape(model))
+    assert made is not None
     rates = Rates(**{kind: told["rounds"] for kind, told in found["rates"].items()})
     hardware = with_experts(hardware_of(rates, "NVIDIA H200", 141 * 10**9), on_gpu=True)
-    request = asked("int4 g32", vram=24 * GIB, ram=128 * GIB, context=series["context"], dense="int8")
-    layout = lay_out(flagship(), hardware, request, "int8")
-    layout = replace(layout, on_gpu=found["slots_on_gpu"] / (48 * 512), slots=found["slots_on_gpu"])
-    step = estimate(flagship(), hardware, request, layout, Routing(series["routing"]))
-    assert step.tok_s == pytest.approx(series["tok_s"]["median"], rel=0.15)
-    assert step.hit_rate == pytest.approx(series["hit_rate"], abs=0.03)
+    request = asked("int4 g32", vram=24 * GIB, ram=128 * GIB, context=1024, dense="int8")
+    layout = lay_out(made, hardware, replace(request, context=8192), "int8")  # of the run's longest prompt
+    share = found["slots_on_gpu"] / sum(site.spec.num_experts for site in made.sites)
+    return found, made, hardware, request, replace(layout, on_gpu=share, slots=found["slots_on_gpu"])
+
+
+@pytest.mark.parametrize(("name", "model", "number"), RUNS)
+def test_steps_of_three_models_within_10_percent(name: str, model: str, number: int) -> None:
+    found, made, hardware, request, layout = run_of(name, model)
+    series = found["decode"][number]
+    step = estimate(made, hardware, request, layout, Routing(series["routing"]))
+    assert step.tok_s == pytest.approx(series["tok_s"]["median"], rel=0.1)
+    assert step.hit_rate == pytest.approx(series["hit_rate"], abs=0.04)
+
+
+@pytest.mark.parametrize(("name", "model"), sorted({run[:2] for run in RUNS}))
+def test_prompts_of_three_models_within_10_percent(name: str, model: str) -> None:
+    """Beyond the bound by the run's own machine, which is in its result."""
+    found, made, hardware, request, layout = run_of(name, model)
+    for one in found["prefill"]:
+        told = expected_prefill(made, hardware, request, layout, one["tokens"], fused=True)
+        beyond = told.ms - prefill(made, hardware, request, layout, one["tokens"])[0].ms
+        bound = 1e3 * one["tokens"] / one["bound"]["tok_s"]
+        assert bound + beyond == pytest.approx(1e3 * one["ttft_s"]["median"], rel=0.1), one["tokens"]
 
 
 def layout_of(hardware: Any, **changes: Any) -> Any:
