@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_what_follows_the_copy_of_embeddings_waits_for_it(
     told: list[bool | None] = []
 
     def launched(device: Any) -> dict[str, Any]:
-        told.append(overlap.ENABLED)
+        told.append(overlap.enabled())
         return overlap.overlap(device)
 
     monkeypatch.setattr(fused, "overlap", launched)
@@ -83,4 +84,14 @@ def test_what_follows_the_copy_of_embeddings_waits_for_it(
     after = told.index(None) + 1
     assert told[after] is False
     assert all(told[after + 1 :])
-    assert overlap.ENABLED
+    assert overlap.enabled()
+
+
+def test_only_the_thread_that_asked_launches_in_turn() -> None:
+    others: list[bool] = []
+    with overlap.in_turn():
+        thread = threading.Thread(target=lambda: others.append(overlap.enabled()))
+        thread.start()
+        thread.join()
+        assert not overlap.enabled()
+    assert others == [True]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,13 @@ import torch
 
 ENABLED = True
 """Read when a kernel is launched, and so when a graph is captured."""
+
+_IN_TURN = ContextVar("_IN_TURN", default=False)
+
+
+def enabled() -> bool:
+    """Whether kernels that this thread launches may begin while those before them end."""
+    return ENABLED and not _IN_TURN.get()
 
 
 @cache
@@ -25,17 +33,16 @@ def _able(device: torch.device) -> bool:
 
 def overlap(device: torch.device) -> dict[str, Any]:
     """Arguments of a launch of a kernel that has ``PDL``."""
-    on = ENABLED and _able(device)
+    on = enabled() and _able(device)
     return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
 
 
 @contextmanager
 def in_turn() -> Iterator[None]:
     """What is launched within waits as any kernel does: for work that stands right behind a copy, which is no
-    kernel that could let another one begin."""
-    global ENABLED  # noqa: PLW0603
-    before, ENABLED = ENABLED, False
+    kernel that could let another one begin. Other threads' launches are as they were."""
+    token = _IN_TURN.set(True)
     try:
         yield
     finally:
-        ENABLED = before
+        _IN_TURN.reset(token)
