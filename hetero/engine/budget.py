@@ -23,6 +23,20 @@ def tokens(given: int | None, slots: int, context: int | None) -> int:
     return blocks(max(each, slots * min(each, TOKENS_PER_SLOT)))
 
 
+def answer(total: int, size: int, limit: int) -> int:
+    """Tokens that may follow a prompt of ``size`` tokens: ``limit``, or what room for ``total`` leaves.
+
+    Raises InputError where the prompt alone does not fit.
+    """
+    room = total - size
+    if room < min(limit, 1):
+        raise InputError(
+            f"the prompt has {size} tokens and the memory for keys and values holds {total}, "
+            "so it can never run: shorten it, or give the engine more (kv_tokens)"
+        )
+    return min(limit, room)
+
+
 def shortage(total: int, held: int, held_bytes: int) -> str | None:
     """What to tell a person when memory does not hold ``total`` tokens; None when it does, or nothing tells.
 

@@ -120,15 +120,7 @@ class Scheduler:
 
     def check(self, request: Request) -> int:
         """Tokens that this request may make at most. Raises InputError when it cannot run at all."""
-        limit = check(self.runnable, request)
-        size = len(request.prompt)
-        room = self._kv_total - size
-        if room < min(limit, 1):
-            raise InputError(
-                f"the prompt has {size} tokens and the memory for keys and values holds {self._kv_total}, "
-                "so it can never run: shorten it, or give the engine more (kv_tokens)"
-            )
-        return min(limit, room)
+        return budget.answer(self._kv_total, len(request.prompt), check(self.runnable, request))
 
     def submit(self, request: Request, sink: Sink) -> Handle:
         """Queue a request, from any thread.
