@@ -26,7 +26,8 @@ from hetero import cpu
 from hetero.core import ExpertSpec, HeteroError
 from hetero.cpu import CpuExperts
 from hetero.engine.handoff import Handoff
-from hetero.engine.handoff_backends import GPU_BACKENDS, ThreadBackend, make_backend
+from hetero.engine.handoff_backends import ThreadBackend
+from hetero.engine.handoff_choice import GPU_BACKENDS, make_backend
 from hetero.hw.cpu import identity
 
 

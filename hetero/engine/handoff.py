@@ -22,7 +22,8 @@ from torch import Tensor
 
 from hetero import cpu
 from hetero.core import HeteroError, InputError
-from hetero.engine.handoff_backends import Backend, make_backend
+from hetero.engine.handoff_backends import Backend
+from hetero.engine.handoff_choice import make_backend
 from hetero.engine.handoff_trial import Trial
 from hetero.trace import DEFERRED, EXPERTS, Counted, recorder
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hetero.core import InputError, MachineError
-from hetero.engine import handoff_backends
-from hetero.engine.handoff_backends import make_backend
+from hetero.engine import handoff_choice
+from hetero.engine.handoff_choice import make_backend
 from hetero.engine.handoff_ptx import PTX
 from hetero.engine.handoff_trial import Trial
 from hetero.hw import cuda_driver
@@ -24,7 +24,7 @@ from tests.engine.handoffs import POINTS, SPEC, THROW, make_experts
 def test_without_a_device() -> None:
     assert make_backend("auto", "cpu").name == "thread"
     assert "no GPU" in make_backend("auto", "cpu").why
-    for name in handoff_backends.GPU_BACKENDS:
+    for name in handoff_choice.GPU_BACKENDS:
         with pytest.raises(InputError, match="needs a CUDA device, not cpu"):
             make_backend(name, "cpu")
     with pytest.raises(InputError, match="valid: auto, memop, spin, hostfunc, thread"):
@@ -88,7 +88,7 @@ def test_auto(  # noqa: PLR0917
     caplog: pytest.LogCaptureFixture,
     work: bool,
 ) -> None:
-    names = handoff_backends.GPU_BACKENDS
+    names = handoff_choice.GPU_BACKENDS
     fakes: dict[str, Any] = {name: Fake(name, error) for name, error in zip(names, errors, strict=True)}
     left = list(times)
     closed = []
@@ -108,10 +108,10 @@ def test_auto(  # noqa: PLR0917
         def close(self) -> None:
             closed.append(self)
 
-    monkeypatch.setattr(handoff_backends, "_GPU", fakes)
-    monkeypatch.setattr(handoff_backends, "_trial", lambda backend: None)
+    monkeypatch.setattr(handoff_choice, "_GPU", fakes)
+    monkeypatch.setattr(handoff_choice, "_trial", lambda backend: None)
     if not work:
-        monkeypatch.setattr(handoff_backends, "_NoWork", Timed)
+        monkeypatch.setattr(handoff_choice, "_NoWork", Timed)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with caplog.at_level(logging.INFO, "hetero.handoff"):
         backend = make_backend("auto", "cuda", Timed if work else None)
@@ -125,19 +125,19 @@ def test_auto(  # noqa: PLR0917
 
 
 def test_no_backend_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = handoff_backends.GPU_BACKENDS
+    names = handoff_choice.GPU_BACKENDS
     fakes: dict[str, Any] = {name: Fake(name, MachineError(f"no {name}")) for name in names}
-    monkeypatch.setattr(handoff_backends, "_GPU", fakes)
+    monkeypatch.setattr(handoff_choice, "_GPU", fakes)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(MachineError, match="no hand-off works on cuda: memop: no memop; spin: no spin"):
         make_backend("auto", "cuda")
 
 
 def test_a_named_backend_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes: dict[str, Any] = {name: Fake(name, None) for name in handoff_backends.GPU_BACKENDS}
+    fakes: dict[str, Any] = {name: Fake(name, None) for name in handoff_choice.GPU_BACKENDS}
     fakes["memop"].error = MachineError("switched off")
-    monkeypatch.setattr(handoff_backends, "_GPU", fakes)
-    monkeypatch.setattr(handoff_backends, "_trial", lambda backend: None)
+    monkeypatch.setattr(handoff_choice, "_GPU", fakes)
+    monkeypatch.setattr(handoff_choice, "_trial", lambda backend: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(MachineError, match="switched off"):
         make_backend("memop", "cuda")

@@ -12,7 +12,8 @@ from hetero.core import ExpertSpec, HeteroError
 from hetero.cpu import CpuExperts
 from hetero.engine.gpu.gate import FlagGate
 from hetero.engine.handoff import Handoff, HandoffError
-from hetero.engine.handoff_backends import GPU_BACKENDS, GpuBackend, SpinBackend, make_backend
+from hetero.engine.handoff_backends import GpuBackend, SpinBackend
+from hetero.engine.handoff_choice import GPU_BACKENDS, make_backend
 from hetero.formats import parse_format
 from tests.cpu.reference import fill, random_weights
 

@@ -10,7 +10,7 @@ from hetero.cpu import CpuExperts
 from hetero.engine.gpu.port import LanePort
 from hetero.engine.gpu.share import measure
 from hetero.engine.handoff import Handoff
-from hetero.engine.handoff_backends import GPU_BACKENDS, make_backend
+from hetero.engine.handoff_choice import GPU_BACKENDS, make_backend
 from hetero.formats import parse_format
 from hetero.ops.gpu.hybrid import HybridExperts
 from hetero.ops.gpu.hybrid_shared import SIZES, HybridShared

@@ -21,7 +21,7 @@ from hetero.engine.gpu.loading import GpuOptions
 from hetero.engine.gpu.runner import GpuRunner
 from hetero.engine.gpu.vram import CONTEXT as CONTEXT_BYTES
 from hetero.engine.handoff import HandoffError
-from hetero.engine.handoff_backends import GPU_BACKENDS, make_backend
+from hetero.engine.handoff_choice import GPU_BACKENDS, make_backend
 from hetero.engine.load import Loaded, load_model
 from hetero.engine.request import Request
 from hetero.engine.sample import SamplingParams
