@@ -12,8 +12,9 @@ from gguf.constants import TENSOR_NAMES, Keys, RopeScalingType, TokenType
 from hetero.core import InputError
 from hetero.model.gguf_arch import find_arch
 from hetero.model.gguf_derived import DERIVED
-from hetero.model.gguf_file import GgufFile, GgufTensor
+from hetero.model.gguf_file import GgufFile
 from hetero.model.gguf_reading import ReadFloats, Reading
+from hetero.model.gguf_scan import GgufTensor
 
 # Key of the metadata -> field of the configuration, of every architecture.
 _COMMON = {

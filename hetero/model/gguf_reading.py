@@ -11,7 +11,8 @@ from gguf.constants import TENSOR_NAMES
 
 from hetero.core import InputError
 from hetero.model.gguf_arch import Arch
-from hetero.model.gguf_file import GgufFile, GgufTensor
+from hetero.model.gguf_file import GgufFile
+from hetero.model.gguf_scan import GgufTensor
 
 # Reads a tensor of the file as floats.
 ReadFloats = Callable[[GgufTensor], np.ndarray[Any, Any]]

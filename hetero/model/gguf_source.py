@@ -23,8 +23,9 @@ from hetero.model import gguf_make
 from hetero.model.ahead import Files
 from hetero.model.gguf_arch import EXPERT_MODULES, Arch, Rule, all_rules, find_arch
 from hetero.model.gguf_config import read_config
-from hetero.model.gguf_file import GgufFile, GgufTensor, opened
+from hetero.model.gguf_file import GgufFile, opened
 from hetero.model.gguf_make import Make
+from hetero.model.gguf_scan import GgufTensor
 from hetero.model.source import Closing, Piece, StoredRows, TensorInfo
 from hetero.quant.ggml import ggml_codes, ggml_floats, ggml_format
 from hetero.quant.pack import Codes

@@ -23,7 +23,7 @@ ROOM = 2 << 30
 MODULES = (
     *("engine.load", "model.config", "model.gguf_config", "model.gguf_file", "model.gguf_source"),
     *("model.gguf_tokenizer", "model.shapes", "model.source", "model.sources", "model.tokenizer", "jsonfile"),
-    *("plan.hardware", "plan.sizes", "stats", "store.manifest"),
+    *("model.gguf_scan", "plan.hardware", "plan.sizes", "stats", "store.manifest"),
 )
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from hetero.core import InputError
-from hetero.model.gguf_file import SUPPORTED_TYPES, find_gguf, scan
+from hetero.model.gguf_file import find_gguf, scan
+from hetero.model.gguf_scan import SUPPORTED_TYPES
 from tests.model.raw_gguf import ARRAY, BOOL, STRING, U32, U64, Info, Raw, array, pair, text
 
 ARCH = pair("general.architecture", STRING, "llama")

@@ -26,7 +26,8 @@ from hetero.formats import Format
 from hetero.model.build import choose_class
 from hetero.model.config import load_config
 from hetero.model.gguf_arch import ARCHS, UNREAD, moe_names
-from hetero.model.gguf_file import BLOCK_TYPES, opened
+from hetero.model.gguf_file import opened
+from hetero.model.gguf_scan import BLOCK_TYPES
 from hetero.model.gguf_source import GgufSource
 from hetero.model.shapes import resolve_model
 from hetero.quant.pack import Codes, dequantise, pack_codes

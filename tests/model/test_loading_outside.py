@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from hetero import cli
 from hetero.model.build import choose_class
-from hetero.model.gguf_file import BLOCK_TYPES
+from hetero.model.gguf_scan import BLOCK_TYPES
 from tests.model.checkpoints import edit_config, edit_tensors, write_config
 from tests.model.hf_to_gguf import write as write_gguf
 from tests.model.quiet import quiet  # noqa: F401  an automatic fixture

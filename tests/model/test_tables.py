@@ -21,7 +21,7 @@ from hetero.engine.request import Request, Result
 from hetero.engine.synthetic import load_synthetic
 from hetero.hw import memory
 from hetero.model.build import choose_class
-from hetero.model.gguf_file import BLOCK_TYPES, FLOAT_TYPES
+from hetero.model.gguf_scan import BLOCK_TYPES, FLOAT_TYPES
 from hetero.model.gguf_source import GgufSource
 from hetero.model.sources import open_source
 from hetero.model.tables import StoredTable
