@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hetero import _cpu, tuning
 from hetero.core import ExpertSpec, InputError, MachineError
+from hetero.cpu_parts import Part, packed_nbytes
 from hetero.cpu_pool import (
     Probe,
     isas,
@@ -26,7 +27,7 @@ from hetero.cpu_pool import (
     tiles_refused,
     use_machine,
 )
-from hetero.cpu_weights import DTYPES, Arena, PackedExperts, Part, checksum, offered, packed_nbytes
+from hetero.cpu_weights import DTYPES, Arena, PackedExperts, checksum, offered
 from hetero.formats import Format
 from hetero.hw import memory
 from hetero.kernel_choice import kernel_choice

@@ -12,7 +12,6 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from hetero import _cpu
 from hetero.core import ActKind, ExpertSpec, InputError, MachineError
+from hetero.cpu_parts import PARTS, Part, has_part, packed_nbytes, part_shape, stored
 from hetero.cpu_pool import machine, pick_isa, set_threads, start_pool
 from hetero.formats import Format
 from hetero.hw import memory, placement
@@ -29,9 +29,6 @@ from hetero.quant.pack import check_codes
 
 log = logging.getLogger("hetero.cpu")
 
-Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias", "order"]
-
-_PARTS: tuple[Part, ...] = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias", "order")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _KINDS = {kind: number for number, kind in enumerate(ActKind)}  # the order of cpu_ext/kernels.h
 
@@ -137,8 +134,8 @@ class PackedExperts:
                 spread=int(where.spread),
                 nodes=list(where.nodes),
                 only=where.only,
-                stored=_stored(fmt),
-                down_stored=_stored(self.down_format),
+                stored=stored(fmt),
+                down_stored=stored(self.down_format),
                 ordered=fmt.ordered,
                 memory=_take_offered(spec.num_experts * stride) if alone else None,
             )
@@ -150,7 +147,7 @@ class PackedExperts:
             ) from None
         if error := self._experts.bind_error():
             _warn_unbound(error)
-        self._parts = [p for p in _PARTS if _has_part(spec, p, fmt)]
+        self._parts = [p for p in PARTS if has_part(spec, p, fmt)]
         self._pages = Pages(self._experts.address, spec.num_experts * self._experts.stride)
         self._put: set[tuple[int, Part]] = set()
         _live.add(self)
@@ -201,7 +198,7 @@ class PackedExperts:
         strides = (*tensor.stride(), 1)
         try:
             self._experts.put(
-                expert, _PARTS.index(part), tensor.data_ptr(), DTYPES[tensor.dtype], strides[0], strides[1]
+                expert, PARTS.index(part), tensor.data_ptr(), DTYPES[tensor.dtype], strides[0], strides[1]
             )
         except ValueError as error:
             raise InputError(f"{what} in {self.format_of(part)}: {error}") from None
@@ -233,7 +230,7 @@ class PackedExperts:
             stored = check_codes(self.format_of(part).packed, codes, scales, extra, values=False)
             self._experts.put_codes(
                 expert,
-                _PARTS.index(part),
+                PARTS.index(part),
                 stored.codes.data_ptr(),
                 stored.scales.data_ptr(),
                 0 if stored.extra is None else stored.extra.data_ptr(),
@@ -258,8 +255,8 @@ class PackedExperts:
             fmt = self.format_of(part)
             if kind.format not in (None, fmt.packed) or fmt.ordered:
                 raise InputError(f"{kind.name} is kept by {kind.format}, these weights are {fmt}")
-            n, k = _part_shape(self.spec, part)
-            raw, number = checked_bytes(kind, data, n, k), _PARTS.index(part)
+            n, k = part_shape(self.spec, part)
+            raw, number = checked_bytes(kind, data, n, k), PARTS.index(part)
             if kind.format is None:
                 self._experts.put(expert, number, raw.ctypes.data, DTYPES[PLAIN[kind.name]], k, 1)
             else:
@@ -271,7 +268,7 @@ class PackedExperts:
     def _check_part(self, expert: int, part: Part, tensor: Tensor) -> str:
         """What is put, in words. Raises InputError where it has no place, came before or does not fit."""
         what = self._check_place(expert, part)
-        shape = _part_shape(self.spec, part)
+        shape = part_shape(self.spec, part)
         if tuple(tensor.shape) != shape:
             raise InputError(f"{what}: shape {list(tensor.shape)}, must be {list(shape)}")
         return what
@@ -399,50 +396,3 @@ def checksum(buffer: memoryview) -> int:
 
 def _address_of(buffer: memoryview) -> int:
     return np.frombuffer(buffer, dtype=np.uint8).ctypes.data
-
-
-def packed_nbytes(spec: ExpertSpec, fmt: Format, down_format: Format | None = None) -> int:
-    """Bytes of all experts of a block, packed. Raises InputError where a format cannot hold the shape."""
-    down = down_format or fmt
-    try:
-        return _cpu.experts_bytes(
-            fmt.code,
-            fmt.group,
-            down.code,
-            down.group,
-            spec.num_experts,
-            spec.hidden,
-            spec.intermediate,
-            spec.has_bias,
-            spec.has_gate,
-            _stored(fmt)[0],
-            _stored(down)[0],
-            fmt.ordered,
-        )
-    except ValueError as error:
-        raise InputError(f"experts of {spec.hidden} x {spec.intermediate} in {fmt}: {error}") from None
-
-
-def _stored(fmt: Format) -> tuple[int, Any, Any]:
-    """The GGUF type in whose blocks weights stay, -1 for none, and its tables."""
-    if not fmt.blocks:
-        return -1, None, None
-    kind = ggml_type(fmt.name.upper())
-    of_kind = tables(kind)
-    return kind.number, of_kind["grid"], of_kind["numbers"]
-
-
-def _has_part(spec: ExpertSpec, part: Part, fmt: Format) -> bool:
-    if part == "order":
-        return fmt.ordered
-    if part.endswith("_bias") and not spec.has_bias:
-        return False
-    return spec.has_gate or not part.startswith("gate")
-
-
-def _part_shape(spec: ExpertSpec, part: Part) -> tuple[int, ...]:
-    if part == "order":
-        return (spec.hidden,)
-    if part.endswith("_bias"):
-        return (spec.hidden if part == "down_bias" else spec.intermediate,)
-    return (spec.hidden, spec.intermediate) if part == "down" else (spec.intermediate, spec.hidden)
