@@ -46,6 +46,7 @@ def stored(fmt: Format) -> tuple[int, Any, Any]:
 
 
 def has_part(spec: ExpertSpec, part: Part, fmt: Format) -> bool:
+    """Whether experts of a shape and format have that part."""
     if part == "order":
         return fmt.ordered
     if part.endswith("_bias") and not spec.has_bias:
@@ -54,6 +55,7 @@ def has_part(spec: ExpertSpec, part: Part, fmt: Format) -> bool:
 
 
 def part_shape(spec: ExpertSpec, part: Part) -> tuple[int, ...]:
+    """As it is put: weights [rows, columns], a bias or an order [values]."""
     if part == "order":
         return (spec.hidden,)
     if part.endswith("_bias"):
