@@ -59,6 +59,7 @@ SLOW, FAST = 12.61, 7.44
     [
         ((None, None, None), (SLOW, FAST), "spin", "memop 12.6 us a layer, spin 7.4 us a layer"),
         ((None, None, None), (FAST, SLOW), "memop", "memop 7.4 us a layer, spin 12.6 us a layer"),
+        ((None, None, None), (FAST, FAST + 0.5), "spin", "memop 7.4 us a layer, spin 7.9 us a layer"),
         (
             (MachineError("switched off"), None, None),
             (SLOW,),
