@@ -45,8 +45,8 @@ class Work(Protocol):
 def make_backend(
     name: str, device: torch.device | str, work: Callable[[Backend], Work] | None = None
 ) -> Backend:
-    """The backend of that name, or for "auto" spin, or memop where that is faster by a tenth, else hostfunc, of
-    those that pass a trial. ``work``: what they are timed with; None: layers that have none.
+    """The backend of that name, or for "auto" spin, or memop where that is faster by a tenth, else hostfunc,
+    of those that pass a trial. ``work``: what they are timed with; None: layers that have none.
 
     Raises InputError for a name that does not exist or does not fit the device, MachineError where the
     machine cannot do what was named.
