@@ -6,7 +6,7 @@ weights cross PCIe for every token. For the row beside ``hetero bench`` of the s
 
 The model is built with random bfloat16 weights in main memory; the cap is of weights on the device (the
 context, some 0.5 GB, comes on top: add it to the other's). Decode is the median over --runs of greedy tokens
-behind a prompt of --prompt tokens, with transformers' cache. ``--device cpu`` keeps everything there, for a test.
+behind a prompt of --prompt tokens, with transformers' cache. ``--device cpu`` keeps everything there.
 """
 
 from __future__ import annotations
