@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import signal
 import sys
 import zlib
 from collections.abc import Iterator
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 os.environ.setdefault("HETERO_TUNE", "off")
 # Tests are no use that anybody wants counted.
 os.environ.setdefault("HETERO_STATS", "off")
+
+# A shell ignores Ctrl-C for what it runs in the background, and so would every program that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HAS_GPU = bool(list(Path("/dev").glob("nvidia[0-9]*")))
 # Without a GPU Triton's kernels are interpreted. Triton reads this when it is imported, which transformers

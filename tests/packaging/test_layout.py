@@ -25,5 +25,5 @@ def test_extension_has_few_importers() -> None:
         for path in PACKAGE.rglob("*.py")
         if imports_extension(path.read_text())
     }
-    own = {"cpu.py", "cpu_pool.py", "cpu_weights.py", "kernel_choice.py"}
+    own = {"cpu.py", "cpu_parts.py", "cpu_pool.py", "cpu_weights.py", "kernel_choice.py"}
     assert importers == own | {"quant/fields.py", "quant/ggml.py"}
