@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import faulthandler
 import json
 import logging
 import struct
@@ -207,6 +208,9 @@ def libnuma(found: topology.Topology) -> dict[str, Any]:
 
 
 def main() -> None:
+    print("=== up", flush=True)  # noqa: T201 (the guest's way to speak)
+    # In time for the host, which ends a guest that has not come through after a quarter of an hour.
+    faulthandler.dump_traceback_later(600)
     start = time.monotonic()
     torch.set_num_threads(1)
     found = topology.read()
