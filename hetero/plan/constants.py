@@ -1,6 +1,11 @@
 """What runs take beside reading bytes. Steps of fused layers are from runs of three models on H200s with 14
 threads of a 16-core Xeon, torch's products on the CPU from a core of a Xeon with AMX (docs/perf.md). Times in
-microseconds unless they say otherwise."""
+microseconds unless they say otherwise.
+
+Kernels, their cost and prompts: ``hetero bench synthetic:MODEL --vram 24GiB --threads 14 --routing
+local,uniform --plan``, 2026-11-30, one run of each of qwen3.8-flash-next-125b, qwen3-next-80b-a3b and
+qwen3-30b-a3b (benchmarks/results/bench-*-h200-2026-11-30*.json): three points for a kernel, four for
+prompts."""
 
 LEAD_US = 19.0
 """Of the CPU in a layer whose experts it computes: flags, quantising, barriers. From its work under two
