@@ -91,18 +91,21 @@ def run(cache: Path, *, memory_mib: int = 3072, timeout: float = 900) -> dict[st
         for _ in range(_BOOTS):
             output.write_bytes(b"")
             guest = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-            if _is_up(guest, output):
-                break
-            guest.kill()
-            guest.wait()
+            try:
+                if _is_up(guest, output):
+                    break
+            except BaseException:  # Ctrl-C, or the time of a test
+                _end(guest)
+                raise
+            _end(guest)
         else:
             raise RuntimeError(f"the guest did not start, {_BOOTS} times:\n{_tail(console)}")
         try:
             code = guest.wait(timeout)
         except subprocess.TimeoutExpired:
-            guest.kill()
-            guest.wait()
             raise RuntimeError(f"no end after {timeout:.0f} s:\n{_tail(console)}\n{_tail(output)}") from None
+        finally:
+            _end(guest)
         if code:
             raise RuntimeError(f"{QEMU}: exit {code}\n{_tail(console)}\n{_tail(output)}")
     finally:
@@ -112,6 +115,11 @@ def run(cache: Path, *, memory_mib: int = 3072, timeout: float = 900) -> dict[st
         raise RuntimeError(f"the guest gave no result:\n{_tail(console)}\n{_tail(output)}")
     result: dict[str, object] = json.loads(text.split(_BEGIN, 1)[1].split(_END, 1)[0])
     return result
+
+
+def _end(guest: subprocess.Popen[bytes]) -> None:
+    guest.kill()  # none where it has ended
+    guest.wait()
 
 
 def _is_up(guest: subprocess.Popen[bytes], output: Path) -> bool:
