@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -269,12 +270,13 @@ NB_MODULE(_cpu, m) {
              }
              new (self) BulkRead(file, direct, std::move(blocks), threads);
            })
-      // (kind of the fault, its value)
+      // (kind of the fault, its value), None where the block is still being read after so many seconds
       .def("wait",
-           [](BulkRead& r, int64_t block) {
+           [](BulkRead& r, int64_t block, double seconds) -> std::optional<std::pair<int, int64_t>> {
              nb::gil_scoped_release release;
-             const BulkFault fault = r.wait(block);
-             return std::make_pair(static_cast<int>(fault.kind), fault.value);
+             const std::optional<BulkFault> fault = r.wait(block, seconds);
+             if (!fault) return std::nullopt;
+             return std::make_pair(static_cast<int>(fault->kind), fault->value);
            })
       .def("stop",
            [](BulkRead& r) {

@@ -5,8 +5,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
-#include <system_error>
+#include <exception>
 #include <utility>
 
 namespace hetero {
@@ -64,7 +65,7 @@ BulkRead::BulkRead(int file, int direct, std::vector<BulkBlock> blocks, int thre
     brought_.resize(static_cast<size_t>(units_));
     for (size_t i = 0; units_ > 0 && i < kBringers; ++i) threads_.emplace_back([this] { bring(); });
     for (int i = 0; i < std::min<int64_t>(threads, units_); ++i) threads_.emplace_back([this] { work(); });
-  } catch (const std::system_error&) {  // a limit of the system: one thread reads all
+  } catch (const std::exception&) {  // a limit of the system: those that there are read all
     if (threads_.size() <= kBringers) {
       stop();
       throw;
@@ -159,11 +160,12 @@ void BulkRead::blame(State* state, BulkFault fault) {
   if (state->fault.kind == BulkFault::kNone) state->fault = fault;
 }
 
-BulkFault BulkRead::wait(int64_t block) {
+std::optional<BulkFault> BulkRead::wait(int64_t block, double seconds) {
   State& state = *states_.at(static_cast<size_t>(block));
   std::unique_lock<std::mutex> held(lock_);
-  changed_.wait(held, [&] { return state.left.load(std::memory_order_acquire) == 0 || stopped_; });
-  if (state.left.load(std::memory_order_acquire) != 0) return {BulkFault::kErrno, ECANCELED};
+  auto over = [&] { return state.left.load(std::memory_order_acquire) == 0 || stopped_; };
+  if (!changed_.wait_for(held, std::chrono::duration<double>(seconds), over)) return std::nullopt;
+  if (state.left.load(std::memory_order_acquire) != 0) return BulkFault{BulkFault::kErrno, ECANCELED};
   return state.fault;
 }
 

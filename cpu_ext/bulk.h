@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -40,9 +41,9 @@ class BulkRead {
   BulkRead(const BulkRead&) = delete;
   BulkRead& operator=(const BulkRead&) = delete;
 
-  // Waits for a block; returns the first fault of it. After `stop`, of a block that was not read, kErrno with
-  // ECANCELED.
-  BulkFault wait(int64_t block);
+  // Waits for a block, so many seconds at most; returns the first fault of it, nothing where it is still
+  // being read. After `stop`, of a block that was not read, kErrno with ECANCELED.
+  std::optional<BulkFault> wait(int64_t block, double seconds);
   // Ends the reads, where they are; what has begun is waited for, and the memory let go.
   void stop();
   int64_t read_bytes() const { return read_.load(std::memory_order_relaxed); }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from hetero.store.manifest import Block
 from hetero.store.reads import IN_FLIGHT, PIECE, DirectFile, buffer, explain, settle, submit
 
 _ERRNO, _ENDS, _DAMAGED = 1, 2, 3  # kinds of cpu_ext/bulk.h
+_WAIT_S = 0.1  # at most without the interpreter, which sees Ctrl-C
 
 
 class DamagedError(MachineError):
@@ -50,19 +52,23 @@ class BlockReads:
         self, file: DirectFile, places: Mapping[int, BlockPlace], into: Mapping[int, CpuExperts | Arena]
     ) -> None:
         """Begin to read the blocks of ``into``, by number, in its order. ``file`` must stay open until all
-        are finished, or ``stop``."""
+        are finished, or ``stop``. Raises MachineError where the system gives no threads."""
         self._file = file
         self._places = places
-        self._pieces: dict[int, list[Future[int]]] = {}
+        self._pieces: dict[int, list[Future[None]]] = {}
         self._order: dict[int, int] = {}
         self._done = 0
+        self._counting = threading.Lock()
         blocks: list[tuple[int, int, int, list[int], Arena]] = []
         for number, target in into.items():
             place, arena = places[number], target if isinstance(target, Arena) else target.arena
             if arena is not None:
                 self._order[number] = len(blocks)
                 blocks.append((place.offset, place.block.stride, place.block.expert_bytes, place.sums, arena))
-        self._native = BulkRead(*file.descriptors, blocks, IN_FLIGHT)
+        try:
+            self._native = BulkRead(*file.descriptors, blocks, IN_FLIGHT)
+        except RuntimeError as error:  # of std::thread
+            raise MachineError(f"{file.path}: no thread to read it: {error}") from None
         for number, target in into.items():
             if number not in self._order and not isinstance(target, Arena):
                 self._pieces[number] = [
@@ -86,7 +92,9 @@ class BlockReads:
         path, block = self._file.path, self._places[number].block
         try:
             if number in self._order:
-                kind, value = self._native.wait(self._order[number])
+                while (found := self._native.wait(self._order[number], _WAIT_S)) is None:
+                    pass
+                kind, value = found
                 if kind == _ERRNO:
                     raise OSError(value, os.strerror(value))
                 if kind == _ENDS:
@@ -94,7 +102,7 @@ class BlockReads:
                 if kind == _DAMAGED:
                     raise damaged(path, value, block)
             else:
-                settle(self._pieces.pop(number))
+                settle(self._pieces[number])  # which stay known: whoever is interrupted here calls ``stop``
         except (OSError, EOFError) as error:
             raise explain(path, block.name, error) from None
         experts.filled(range(block.experts))
@@ -114,17 +122,23 @@ class BlockReads:
         if checksum(into[: place.block.expert_bytes]) != place.sums[expert]:
             raise damaged(self._file.path, expert, place.block)
         experts.restore(expert, into)
-        self._done += stride
+        with self._counting:
+            self._done += stride
 
 
 class EarlyReads:
     """All of a file on its way into memory that experts may take over, before it is known that they do."""
 
     def __init__(self, file: Any) -> None:
-        """``file``: a PackFile, which is closed by ``drop``."""
+        """``file``: a PackFile, which is closed by ``drop``, and where this fails. Raises MemoryError where
+        the system refuses memory, MachineError where it gives no threads."""
         self.file = file
-        self.arenas = [Arena(block.nbytes) for block in file.manifest.blocks]
-        self._reads: BlockReads | None = file.read_blocks(dict(enumerate(self.arenas)))
+        try:
+            self.arenas = [Arena(block.nbytes) for block in file.manifest.blocks]
+            self._reads: BlockReads | None = file.read_blocks(dict(enumerate(self.arenas)))
+        except BaseException:
+            file.close()
+            raise
 
     @property
     def taken(self) -> int:

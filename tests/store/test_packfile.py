@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ import torch
 
 from hetero import cpu
 from hetero.core import ExpertSpec, MachineError
-from hetero.store import packfile, reads
+from hetero.store import bulk, packfile, reads
 from hetero.store.bulk import EarlyReads
 from hetero.store.cache import find
 from hetero.store.manifest import Manifest
@@ -339,6 +340,79 @@ def test_reads_that_are_stopped_leave_memory_alone(tmp_path: Path, generator: to
     stopped = PackFile(tmp_path / "x.hpack").read_blocks({1: empty(experts[1])})
     stopped.stop()
     stopped.stop()
+
+
+def test_a_wait_for_blocks_can_be_interrupted(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = made(generator, 1)
+    file = written(tmp_path / "x.hpack", experts)
+    monkeypatch.setattr(bulk, "IN_FLIGHT", 0)  # threads that read: the block never comes
+    block_reads = file.read_blocks({0: empty(experts[0])})
+    native, waiting = block_reads._native, threading.Event()
+
+    class Told:
+        def wait(self, number: int, seconds: float) -> tuple[int, int] | None:
+            waiting.set()
+            return native.wait(number, seconds)
+
+    def interrupt() -> None:
+        waiting.wait()
+        _thread.interrupt_main()
+
+    monkeypatch.setattr(block_reads, "_native", Told())
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        block_reads.finish(0, empty(experts[0]))
+    other.join()
+    native.stop()
+    file.close()
+
+
+def test_an_interrupted_wait_leaves_no_reads_behind(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = made(generator, 1)
+    file = written(tmp_path / "x.hpack", experts)
+    cpu.use_machine(paper(2))
+    begun, release, ended = threading.Event(), threading.Event(), []
+    real = reads.DirectFile.read
+
+    def slow(self: reads.DirectFile, offset: int, into: memoryview) -> None:
+        begun.set()
+        release.wait()
+        real(self, offset, into)
+        ended.append(offset)
+
+    def interrupted(futures: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reads.DirectFile, "read", slow)
+    monkeypatch.setattr(bulk, "settle", interrupted)
+    block_reads = file.read_blocks({0: empty(experts[0], "split")})
+    begun.wait()
+    with pytest.raises(KeyboardInterrupt):
+        block_reads.finish(0, experts[0])
+    threading.Timer(0.1, release.set).start()
+    block_reads.stop()
+    assert ended  # what had begun has ended by now
+    file.close()
+
+
+def test_a_system_without_threads_is_told(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = made(generator, 1)
+    file = written(tmp_path / "x.hpack", experts)
+
+    def none(*_: object) -> None:
+        raise RuntimeError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(bulk, "BulkRead", none)
+    with pytest.raises(MachineError, match=r"x\.hpack: no thread to read it: Resource temporarily"):
+        read_block(file, 0, empty(experts[0]))
+    file.close()
 
 
 def test_reads_at_once_of_a_disk_that_cannot_do_them_directly(
