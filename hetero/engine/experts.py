@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.config import settings
-from hetero.core import InputError, MachineError, ModuleInfo
+from hetero.core import HeteroError, InputError, MachineError, ModuleInfo
 from hetero.cpu import offered
 from hetero.engine.packing import Filling, Packed, PackTarget, close_quietly, keep, pack
 from hetero.engine.tables import disk_hint, largest_in_flight
@@ -141,6 +141,7 @@ class ExpertsOnTiers:
     def finish(self, reading: Filling) -> set[str]:
         """Wait for what ``reading`` began; returns the names whose experts have come."""
         read, damage = reading.finish()
+        self._drop_early()  # what it took is the experts' now, and is available to nobody else
         if self._file is None:
             return read
         if damage is not None:
@@ -176,10 +177,7 @@ def early_reads(folder: Path, store: StoreOptions) -> Iterator[EarlyReads | None
     if store.tier != "disk":
         with suppress(InputError, OSError):
             file = find_likely(PackCache.of(store.pack_cache, folder).look, _model_name(folder), folder)
-            if file is not None and 2 * file.manifest.nbytes > memory.available().bytes:
-                close_quietly(file)
-            elif file is not None:
-                early = EarlyReads(file)
+            early = _begin(file)
     if early is None:
         yield None
         return
@@ -188,6 +186,17 @@ def early_reads(folder: Path, store: StoreOptions) -> Iterator[EarlyReads | None
             yield early
     finally:
         early.drop()
+
+
+def _begin(file: PackFile | None) -> EarlyReads | None:
+    """Reads of a file, where half of the memory holds it; else it is closed."""
+    if file is None:
+        return None
+    with suppress(HeteroError, MemoryError):
+        if 2 * file.manifest.nbytes <= memory.available().bytes:
+            return EarlyReads(file)
+    close_quietly(file)
+    return None
 
 
 def _model_name(model: Path) -> str:

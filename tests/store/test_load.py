@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from hetero.cli import app
 from hetero.core import InputError, MachineError
 from hetero.engine import packing
-from hetero.engine.experts import StoreOptions
+from hetero.engine.experts import ExpertsOnTiers, StoreOptions, early_reads
 from hetero.engine.load import Loaded, load_model, pack_model
 from hetero.hw import memory
 from hetero.ops.experts import CpuExpertsOp
 from hetero.ops.watch import disk_experts, disk_reads
-from hetero.store import packfile
+from hetero.store import bulk, packfile
 from hetero.store.bulk import EarlyReads
 from tests.model.checkpoints import write
 from tests.model.quantised import SCHEMES, write_quantised
@@ -239,6 +239,50 @@ def test_a_file_is_read_before_it_is_known_to_serve(
     with pytest.raises(InputError, match="config"):
         load_model(folder, rules=in_ram)
     assert begun[-1].taken == 0
+
+
+def test_memory_that_was_taken_early_is_counted_once(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "m"
+    write("qwen3_moe", folder)
+    in_ram = rules(tmp_path)
+    want = logits(load_model(folder, rules=in_ram, store=StoreOptions("write")))
+    held: list[int] = []
+    keep = ExpertsOnTiers.keep
+
+    def after_reads(self: ExpertsOnTiers, sinks: Any) -> None:
+        held.append(sum(count() for count in memory._ahead))
+        keep(self, sinks)
+
+    monkeypatch.setattr(ExpertsOnTiers, "keep", after_reads)
+    found = load_model(folder, rules=in_ram)
+    only(found.notes, "were read from")
+    assert held == [0]
+    assert torch.equal(logits(found), want)
+
+
+def test_early_reads_that_the_system_refuses_are_no_error(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "m"
+    write("qwen3_moe", folder)
+    in_ram = rules(tmp_path)
+    want = logits(load_model(folder, rules=in_ram, store=StoreOptions("write")))
+
+    class Refused:
+        def __init__(self, nbytes: int) -> None:
+            raise MemoryError
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(bulk, "Arena", Refused)
+        with early_reads(folder, StoreOptions()) as early:
+            assert early is None
+            assert len(os.listdir("/proc/self/fd")) == descriptors
+        found = load_model(folder, rules=in_ram)
+    only(found.notes, "were read from")
+    assert torch.equal(logits(found), want)
 
 
 def test_a_moved_checkpoint_is_known_again(tmp_path: Path, own_cache: Path) -> None:
