@@ -227,13 +227,13 @@ class PackedExperts:
             raise InputError(f"{what}: no matrix, which alone has codes")
         try:
             # The extension looks at the values itself, many times faster.
-            stored = check_codes(self.format_of(part).packed, codes, scales, extra, values=False)
+            checked = check_codes(self.format_of(part).packed, codes, scales, extra, values=False)
             self._experts.put_codes(
                 expert,
                 PARTS.index(part),
-                stored.codes.data_ptr(),
-                stored.scales.data_ptr(),
-                0 if stored.extra is None else stored.extra.data_ptr(),
+                checked.codes.data_ptr(),
+                checked.scales.data_ptr(),
+                0 if checked.extra is None else checked.extra.data_ptr(),
             )
         except (ValueError, InputError) as error:
             raise InputError(f"{what}: {error}") from None

@@ -79,8 +79,7 @@ class ExpertsOnTiers:
         found = find(self._cache.look, self._file_name, self._manifest)
         self._file = found.file
         self.notes += found.notes
-        whole = self._file is not None and not self._tiers.slots
-        if early is None or not whole or self._file is None or not early.file.same_file(self._file):
+        if self._file is None or self._tiers.slots or not (early and early.file.same_file(self._file)):
             self._drop_early()
 
     @property

@@ -36,6 +36,13 @@ def damaged(path: Path, expert: int, block: Block) -> DamagedError:
     )
 
 
+def compare(path: Path, expert: int, block: Block, wanted: int, data: memoryview) -> None:
+    """Raises DamagedError where the checksum of an expert's bytes, at the beginning of ``data``, is not
+    ``wanted``."""
+    if checksum(data[: block.expert_bytes]) != wanted:
+        raise damaged(path, expert, block)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
     """Where a block stands in its file, and the checksums of its experts."""
@@ -119,8 +126,7 @@ class BlockReads:
         stride, into = place.block.stride, buffer(place.block.stride)
         for at in range(0, stride, PIECE):
             self._file.read(place.offset + expert * stride + at, into[at : min(at + PIECE, stride)])
-        if checksum(into[: place.block.expert_bytes]) != place.sums[expert]:
-            raise damaged(self._file.path, expert, place.block)
+        compare(self._file.path, expert, place.block, place.sums[expert], into)
         experts.restore(expert, into)
         with self._counting:
             self._done += stride

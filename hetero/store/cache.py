@@ -93,16 +93,13 @@ def find_likely(folders: Iterable[Path], model: str, source: Path) -> PackFile |
     except PackUnusable:
         return None
     try:
-        beside = source if source.is_dir() else source.parent
-        for name_, size, time in file.manifest.source.files:
-            status = (beside / name_).stat() if (beside / name_).is_file() else None
-            if status is None or (status.st_size, status.st_mtime_ns) != (size, time):
-                file.close()
-                return None
+        if file.manifest.source.lies_in(source if source.is_dir() else source.parent):
+            return file
     except BaseException:
         file.close()
         raise
-    return file
+    file.close()
+    return None
 
 
 def discard(path: Path) -> None:

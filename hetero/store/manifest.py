@@ -66,14 +66,21 @@ class SourceIdentity:
     @staticmethod
     def of(tensors: Mapping[str, StoredTensor]) -> SourceIdentity:
         """Of the files behind ``tensors``. Raises OSError where one is gone."""
-        files = []
-        for path in sorted({info.file for info in tensors.values()}):
-            status = path.stat()
-            files.append((path.name, status.st_size, status.st_mtime_ns))
+        files = [_state(path) for path in sorted({info.file for info in tensors.values()})]
         digest = hashlib.sha256()
         for name, info in sorted(tensors.items()):
             digest.update(repr((name, info.dtype, info.shape, info.file.name, info.start)).encode())
         return SourceIdentity(tuple(files), digest.hexdigest())
+
+    def lies_in(self, folder: Path) -> bool:
+        """Whether all files are there as they were. Raises OSError where one cannot be looked at."""
+        paths = [folder / name for name, _, _ in self.files]
+        return all(p.is_file() for p in paths) and tuple(map(_state, paths)) == self.files
+
+
+def _state(path: Path) -> tuple[str, int, int]:
+    status = path.stat()
+    return path.name, status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from hetero.core import MachineError
 from hetero.cpu import Arena, CpuExperts, checksum
 from hetero.hw.memory import gib
-from hetero.store.bulk import BlockPlace, BlockReads, DamagedError, damaged
+from hetero.store.bulk import BlockPlace, BlockReads, DamagedError, compare
 from hetero.store.manifest import Manifest
 from hetero.store.reads import PIECE, DirectFile, aligned, buffer, explain, settle, submit
 
@@ -151,7 +151,7 @@ class PackFile:
             settle(reads)
         except (OSError, EOFError) as error:
             raise explain(self.path, what, error) from None
-        self._compare(block, expert, into)
+        compare(self.path, expert, where, int(self._sums[block][expert]), into)
 
     def read_blocks(self, into: Mapping[int, CpuExperts | Arena]) -> BlockReads:
         """Begin to read whole blocks, by number, in the order of ``into``; the file must stay open until all
@@ -167,11 +167,6 @@ class PackFile:
     def same_file(self, other: PackFile) -> bool:
         """Whether both have opened one and the same."""
         return self._file.same_file(other._file)
-
-    def _compare(self, block: int, expert: int, data: memoryview) -> None:
-        where = self.manifest.blocks[block]
-        if checksum(data[: where.expert_bytes]) != int(self._sums[block][expert]):
-            raise damaged(self.path, expert, where)
 
     def close(self) -> None:
         self._file.close()
