@@ -281,8 +281,8 @@ def test_a_thousand_steps_with_migrations(tmp_path: Path) -> None:
     found = errors(torch.stack(rows), want[1:])
     assert moved > 0
     assert float(found.max()) < 0.02
-    # It is that of keys and values in bfloat16, however many there are.
-    assert float(found[-200:].mean()) < 2.0**-8
+    # Nothing accumulates beyond what keys and values in bfloat16 are rounded by.
+    assert float(found[-200:].mean()) < 4 * float(found[:200].mean()) + 2.0**-9
 
 
 def _any(value: object) -> Any:

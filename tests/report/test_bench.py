@@ -560,7 +560,7 @@ def test_a_table_of_plans_and_what_was_measured(tmp_path: Path) -> None:
         "decode": [{"routing": "local", "rows": 1, "expected_tok_s": 116.0, "measured_tok_s": 100.0}],
     }
     plan["moe_layers"] = 10
-    terms = {"dense layers, GPU memory": 1.0, "250 kernels": 0.5, "between steps": 1.0}
+    terms = {"dense layers, GPU memory": 1.0, "250 kernels": 0.5}
     plan["decode"][0]["terms"] = [{"name": name, "ms": ms} for name, ms in terms.items()]
     series = {
         f"{part}_us_a_layer": {"median": us}

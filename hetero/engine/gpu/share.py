@@ -77,7 +77,7 @@ def draw(experts: CpuExperts, rows: int, generator: torch.Generator) -> Draw:
     scores[:, named] -= 1.0
     others = scores.topk(spec.top_k).indices
     rest = torch.bincount(others.flatten()).nonzero().flatten()
-    some = rest[torch.randperm(len(rest), generator=generator)[: -(-len(rest) // 2)]]
+    some = rest[torch.randperm(len(rest), generator=generator)[: -(-len(named) // 2)]]
     half = torch.where(torch.isin(others, some), others, -1)
     weights = torch.full(every.shape, 1.0 / spec.top_k)
     x = torch.randn(rows, spec.hidden, generator=generator).bfloat16()
