@@ -197,14 +197,14 @@ def _disk(image: Path, tree: Path) -> None:
     for library in Path("/usr/lib/x86_64-linux-gnu").glob("libnuma.so.1*"):  # py-libnuma opens it by name
         _copy(library, tree)
     # Room costs nothing in a file with holes, but what is in it does.
-    entries = [entry for entry in tree.rglob("*") if not entry.is_symlink()]
-    used = sum(-(-max(1, entry.stat().st_size) // _BLOCK) for entry in entries) * _BLOCK
+    entries = list(tree.rglob("*"))
+    used = sum(-(-max(1, entry.lstat().st_size) // _BLOCK) for entry in entries) * _BLOCK
     image.unlink(missing_ok=True)
     if used > (free := shutil.disk_usage(image.parent).free):
         raise RuntimeError(f"{image.parent}: the guest's disk takes {used >> 20} MiB, {free >> 20} are free")
     path = os.environ.get("PATH", "") + ":/sbin:/usr/sbin"
     mkfs, size = str(shutil.which(MKFS, path=path)), used // 2**20 * 5 // 4 + 256
-    inodes = str(2 * len(list(tree.rglob("*"))) + 1024)
+    inodes = str(2 * len(entries) + 1024)
     command = [mkfs, "-q", "-t", "ext4", "-b", str(_BLOCK), "-N", inodes, "-O", "^has_journal"]
     done = subprocess.run(
         [*command, "-d", str(tree), str(image), f"{size}M"], capture_output=True, text=True, check=False

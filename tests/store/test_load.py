@@ -69,6 +69,13 @@ def logits(loaded: Loaded) -> torch.Tensor:
     return torch.cat(rows, dim=1)
 
 
+def kept(tmp_path: Path) -> tuple[Path, Path, torch.Tensor]:
+    """A checkpoint, rules for it, and logits of a first run, which has kept its packed experts."""
+    folder, in_ram = tmp_path / "m", rules(tmp_path)
+    write("qwen3_moe", folder)
+    return folder, in_ram, logits(load_model(folder, rules=in_ram, store=StoreOptions("write")))
+
+
 def only(found: tuple[str, ...], word: str) -> str:
     (line,) = [line for line in found if word in line]
     return line
@@ -152,10 +159,7 @@ def test_pack_ahead_equals_what_a_run_keeps(tmp_path: Path, own_cache: Path) -> 
 
 
 def test_a_file_that_does_not_serve_is_told_once_and_made_anew(tmp_path: Path, own_cache: Path) -> None:
-    folder = tmp_path / "m"
-    write("qwen3_moe", folder)
-    in_ram = rules(tmp_path)
-    want = logits(load_model(folder, rules=in_ram, store=StoreOptions("write")))
+    folder, in_ram, want = kept(tmp_path)
     (file,) = own_cache.iterdir()
     whole = file.read_bytes()
 
@@ -183,10 +187,7 @@ def test_a_file_that_does_not_serve_is_told_once_and_made_anew(tmp_path: Path, o
 def test_a_disk_that_fails_once_costs_no_file(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "m"
-    write("qwen3_moe", folder)
-    in_ram = rules(tmp_path)
-    want = logits(load_model(folder, rules=in_ram, store=StoreOptions("write")))
+    folder, in_ram, want = kept(tmp_path)
     (file,) = own_cache.iterdir()
 
     with monkeypatch.context() as patched:
@@ -200,10 +201,7 @@ def test_a_disk_that_fails_once_costs_no_file(
 def test_a_file_is_read_before_it_is_known_to_serve(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "m"
-    write("qwen3_moe", folder)
-    in_ram = rules(tmp_path)
-    want = logits(load_model(folder, rules=in_ram, store=StoreOptions("write")))
+    folder, in_ram, want = kept(tmp_path)
     begun: list[EarlyReads] = []
     taken: list[bool] = []
     begin, take = EarlyReads.__init__, EarlyReads.take
@@ -244,10 +242,7 @@ def test_a_file_is_read_before_it_is_known_to_serve(
 def test_memory_that_was_taken_early_is_counted_once(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "m"
-    write("qwen3_moe", folder)
-    in_ram = rules(tmp_path)
-    want = logits(load_model(folder, rules=in_ram, store=StoreOptions("write")))
+    folder, in_ram, want = kept(tmp_path)
     held: list[int] = []
     keep = ExpertsOnTiers.keep
 
@@ -265,10 +260,7 @@ def test_memory_that_was_taken_early_is_counted_once(
 def test_early_reads_that_the_system_refuses_are_no_error(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "m"
-    write("qwen3_moe", folder)
-    in_ram = rules(tmp_path)
-    want = logits(load_model(folder, rules=in_ram, store=StoreOptions("write")))
+    folder, in_ram, want = kept(tmp_path)
 
     class Refused:
         def __init__(self, nbytes: int) -> None:
